@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constants that turn one layer's keys and values into INT2 codes and back.
+
+Row vectors: a key is projected as ``y @ key_encode``, a query as ``q @ key_query``. H is the number of KV heads,
+d the head size. A *direction* is one column of the basis keys are stored in; it owns b/2 two-bit *slots* that hold the
+base-4 digits of its b-bit code. Calibration builds codecs, the artifact stores them, kernels and reference read them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from triton_ops.layout import Zero
+
+# Step of the uniform quantizer with 2**bits levels that is best for a unit Gaussian, and the error it leaves
+# (fraction of the variance). Found by minimising E[(x - Q(x))^2] numerically.
+UNIT_STEP = {2: 0.9957, 4: 0.3352, 6: 0.1041, 8: 0.0308}
+UNIT_ERROR = {0: 1.0, 2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 8.5e-5}
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How a row's scale is chosen.
+
+    Attributes:
+        kind: ``"gauss"``: step = constant * standard deviation of the row; ``"minmax"``: clip at the row's
+            quantile of \\|x\\|, then minimum and maximum.
+        constant: kappa for ``"gauss"`` (> 0), the clip quantile in (0, 1] for ``"minmax"`` (1 = no clipping).
+
+    """
+
+    kind: Literal["gauss", "minmax"]
+    constant: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("gauss", "minmax"):
+            raise ValueError(f"quantizer kind {self.kind!r} is unknown; use 'gauss' or 'minmax'")
+        upper = 1.0 if self.kind == "minmax" else math.inf
+        if not 0.0 < self.constant <= upper:
+            raise ValueError(f"quantizer constant {self.constant} is out of range for {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class LayerCodec:
+    """One layer's codec. Tensors lead with the KV heads H; float32 unless said otherwise.
+
+    Attributes:
+        zero: ``"page"``: the page's mean key is subtracted and a token stores a scale only; ``"token"``: a token
+            stores a scale and a zero.
+        key_encode: [H, d, d]. ``y @ key_encode`` gives one pre-code per slot, in units of the row scale. A direction's
+            column stands once for each of its digits.
+        key_query: [H, d, d]. ``q @ key_query`` gives the slots' weights in the logit; also the decode matrix:
+            ``key = mean + (scale * (code - 1.5)) @ key_query.T`` (``zero="page"``).
+        key_levels: [H, d] int32, 4, 16, 64 or 256: levels of the direction that owns the slot.
+        key_digit: [H, d] int32: which base-4 digit of the direction's code the slot holds, 0 = lowest.
+        key_weight: [H, d]: row scale = sqrt(sum over slots of weight * pre-code^2); ``zero="page"`` only.
+        key_mean: [H, d]: calibrated mean key, subtracted before encoding; ``zero="token"`` only, zeros = off.
+        value_rotation: [H, d, d], orthogonal.
+        value_mean: [H, d]: calibrated mean value, zeros = off.
+        key_quantizer: for ``zero="page"`` its kappa is already folded into the matrices above.
+        value_quantizer: values always store a scale and a zero per token.
+
+    """
+
+    zero: Zero
+    key_encode: Tensor
+    key_query: Tensor
+    key_levels: Tensor
+    key_digit: Tensor
+    key_weight: Tensor
+    key_mean: Tensor
+    value_rotation: Tensor
+    value_mean: Tensor
+    key_quantizer: Quantizer
+    value_quantizer: Quantizer
+
+    def __post_init__(self) -> None:
+        heads, d = self.key_mean.shape
+        for name, tensor in self.tensors():
+            expected = (heads, d, d) if name in ("key_encode", "key_query", "value_rotation") else (heads, d)
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+        if self.zero == "page" and self.key_quantizer.kind != "gauss":
+            raise ValueError(f"zero='page' needs the 'gauss' key quantizer, not {self.key_quantizer.kind!r}")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensor attributes by name."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key_mean.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        return self.key_mean.shape[1]
+
+    def to(self, device: torch.device | str) -> "LayerCodec":
+        """The same codec with its tensors on a device, contiguous."""
+        return replace(self, **{name: tensor.to(device).contiguous() for name, tensor in self.tensors()})
+
+    def heads(self, index: Tensor | slice) -> "LayerCodec":
+        """The codec of some KV heads (tensor parallelism): a slice or an int64 index of heads, repeats allowed."""
+        return replace(self, **{name: tensor[index].contiguous() for name, tensor in self.tensors()})
+
+
+def hadamard(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix divided by sqrt(size), [size, size] float64.
+
+    Raises:
+        ValueError: ``size`` is no power of two.
+
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"a Hadamard matrix of size {size} is not available; the size must be a power of two")
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix / math.sqrt(size)
+
+
+def bit_reversal(size: int) -> Tensor:
+    """Permutation [size] int64 that reverses the bits of the index (the P of U·H·P)."""
+    bits = size.bit_length() - 1
+    return torch.tensor([int(f"{i:0{bits}b}"[::-1], 2) if bits else 0 for i in range(size)])
+
+
+def allocate_bits(variance: Tensor, total: int, max_bits: int) -> Tensor:
+    """Give each direction 0, 2, … ``max_bits`` bits, ``total`` in all, so that the error left is least.
+
+    Greedy: two bits at a time to the direction whose error they reduce most, which is optimal because the error is
+    convex in the bits (method: reverse water-filling with a uniform quantizer).
+
+    Args:
+        variance: [d] variances of the directions, in units of logit error.
+        total: bits to hand out, even, at most ``max_bits * d``.
+        max_bits: 2, 4, 6 or 8.
+
+    Returns:
+        [d] int64 bits.
+
+    """
+    if max_bits not in UNIT_STEP:
+        raise ValueError(f"max_bits={max_bits} is not one of {sorted(UNIT_STEP)}")
+    d = variance.shape[0]
+    if total % 2 or total > max_bits * d:
+        raise ValueError(f"{total} bits cannot be given to {d} directions of at most {max_bits} bits in steps of two")
+    variance = variance.double().cpu()
+    steps = range(0, max_bits, 2)
+    gains = torch.stack([variance * (UNIT_ERROR[b] - UNIT_ERROR[b + 2]) for b in steps], 1)  # [d, steps]
+    order = gains.flatten().argsort(descending=True, stable=True)[: total // 2]
+    return 2 * torch.bincount(order // len(steps), minlength=d)
+
+
+def rotation_codec(
+    key_rotation: Tensor,
+    value_rotation: Tensor,
+    *,
+    zero: Zero,
+    key_quantizer: Quantizer,
+    value_quantizer: Quantizer,
+    key_mean: Tensor | None = None,
+    value_mean: Tensor | None = None,
+) -> LayerCodec:
+    """Two bits for every direction of an orthogonal basis.
+
+    Args:
+        key_rotation: [H, d, d] orthogonal; a key is stored as ``k @ key_rotation``.
+        value_rotation: [H, d, d] orthogonal.
+        zero: see `LayerCodec`.
+        key_quantizer: with ``zero="page"`` it must be ``"gauss"``; levels are then ±½, ±1½ times kappa * rms(row).
+        value_quantizer: quantizer of the rotated values.
+        key_mean: [H, d] calibrated mean key in the model's basis, only with ``zero="token"``.
+        value_mean: [H, d] calibrated mean value in the model's basis.
+
+    """
+    heads, d, _ = key_rotation.shape
+    kappa = key_quantizer.constant if zero == "page" else 1.0
+    if zero == "page" and key_mean is not None:
+        raise ValueError("a calibrated key mean has no effect with zero='page': the page's own mean is subtracted")
+    zeros = torch.zeros(heads, d)
+    return LayerCodec(
+        zero=zero,
+        key_encode=(key_rotation.double() / kappa).float(),
+        key_query=(key_rotation.double() * kappa).float(),
+        key_levels=torch.full((heads, d), 4, dtype=torch.int32),
+        key_digit=torch.zeros(heads, d, dtype=torch.int32),
+        key_weight=torch.full((heads, d), kappa * kappa / d),
+        key_mean=zeros if key_mean is None else key_mean.float(),
+        value_rotation=value_rotation.float(),
+        value_mean=zeros.clone() if value_mean is None else value_mean.float(),
+        key_quantizer=key_quantizer,
+        value_quantizer=value_quantizer,
+    )
+
+
+def spectral_codec(
+    directions: Tensor,
+    inverse: Tensor,
+    variance: Tensor,
+    bits: Tensor,
+    *,
+    kappa: float,
+    value_rotation: Tensor,
+    value_quantizer: Quantizer,
+    value_mean: Tensor | None = None,
+) -> LayerCodec:
+    """Uneven bits over a basis: directions with more of the logit's variance get more slots.
+
+    Args:
+        directions: [H, d, d] T; ``y @ T`` are the key's coordinates (need not be orthogonal).
+        inverse: [H, d, d] T^-1; ``q @ T^-T`` are the query's coordinates, so row i of T^-1 belongs to direction i.
+        variance: [H, d] variance of each coordinate of the page-centred keys.
+        bits: [H, d] 0, 2, 4, 6 or 8 bits; each head's sum is 2 d.
+        kappa: factor on every quantizer step.
+        value_rotation: [H, d, d] orthogonal.
+        value_quantizer: quantizer of the rotated values.
+        value_mean: [H, d] calibrated mean value.
+
+    Raises:
+        ValueError: a head's bits do not sum to 2 d or are not 0, 2, 4, 6 or 8.
+
+    """
+    heads, d, _ = directions.shape
+    bits = bits.long().cpu()
+    if bool((bits.sum(1) != 2 * d).any()) or not set(bits.unique().tolist()) <= set(UNIT_ERROR):
+        raise ValueError(f"bits must be 0, 2, 4, 6 or 8 and sum to {2 * d} per head; sums are {bits.sum(1).tolist()}")
+    unit_step = torch.zeros(9, dtype=torch.float64)
+    for b, step in UNIT_STEP.items():
+        unit_step[b] = step * kappa
+    # A direction's slots stand together, lowest digit first.
+    owner = torch.stack([torch.arange(d).repeat_interleave(row // 2) for row in bits])  # [H, d] direction of a slot
+    first = (bits // 2).cumsum(1) - bits // 2
+    digit = torch.arange(d) - first.gather(1, owner)
+    step = unit_step[bits].gather(1, owner)  # [H, d]
+    sigma = variance.double().clamp_min(1e-24).sqrt().cpu().gather(1, owner)
+    columns = owner[:, None, :].expand(heads, d, d)
+    encode = directions.double().cpu().gather(2, columns) / (sigma * step)[:, None]
+    query = inverse.double().cpu().transpose(1, 2).gather(2, columns) * (sigma * step * 4.0**digit)[:, None]
+    slots = (bits // 2).gather(1, owner)
+    active = (bits > 0).sum(1, keepdim=True)
+    return LayerCodec(
+        zero="page",
+        key_encode=encode.float(),
+        key_query=query.float(),
+        key_levels=(4**slots).int(),
+        key_digit=digit.int(),
+        key_weight=(step**2 / (slots * active)).float(),
+        key_mean=torch.zeros(heads, d),
+        value_rotation=value_rotation.float().cpu(),
+        value_mean=torch.zeros(heads, d) if value_mean is None else value_mean.float().cpu(),
+        key_quantizer=Quantizer("gauss", kappa),
+        value_quantizer=value_quantizer,
+    )
