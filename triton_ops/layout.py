@@ -136,3 +136,32 @@ class PageLayout:
     def value_code(self, token: int, dim: int) -> tuple[int, int]:
         """(byte, shift) of a value dimension's code inside the page."""
         return self.value_codes + code_byte(dim, token & 31), 2 * (token >> 5)
+
+
+@dataclass(frozen=True)
+class FloatPageLayout:
+    """A page that stores keys and values unquantized: no compression, for checking everything around the codec.
+
+    A page is [128 tokens, 2 d] elements of the model's dtype, key first.
+
+    Attributes:
+        head_size: d.
+        itemsize: bytes of one element.
+
+    """
+
+    head_size: int
+    itemsize: int
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_TOKENS * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per token and KV head, keys and values together."""
+        return 2 * self.head_size * self.itemsize
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8.0 * self.itemsize
