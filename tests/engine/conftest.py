@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running engines, each in a process of its own, so that none can leak into another."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engine.models import Geometry, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OSCAR = {"kv_cache_dtype": "oscar_int2"}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is in reach of the test
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine process did: exit status, everything it printed, results by scenario name."""
+
+    status: int
+    log: str
+    results: dict
+
+    def __getitem__(self, scenario: str):
+        return self.results[scenario]["result"]
+
+    def tokens(self, scenario: str) -> list:
+        """Token ids, [round][prompt][completion]."""
+        return [[output["token_ids"] for output in outputs] for outputs in self[scenario]]
+
+    def cached(self, scenario: str) -> list:
+        """Prefix-hit lengths, [round][prompt]."""
+        return [[output["cached"] for output in outputs] for outputs in self[scenario]]
+
+
+def environment(**changes: str) -> dict:
+    """The environment of an engine process. Thread binding is left to the test (engines share the cores)."""
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **changes}
+
+
+def leaks(run: Run) -> dict:
+    """Scenarios after which a block was still in use, with their pools: empty when nothing leaked."""
+    leaked = {}
+    for name, record in run.results.items():
+        pool = record["pool"]
+        if pool and not (pool["reset"] and (pool["free"] is None or pool["free"] == pool["total"] - 1)):
+            leaked[name] = pool
+    return leaked
+
+
+class Engines:
+    """Runs jobs (see ``tests/engine/runner.py``) and remembers their results within a test session."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.finished: dict[str, Run] = {}
+
+    def model(self, geometry: Geometry) -> Path:
+        return write_model(geometry, self.directory / "models")
+
+    def run(
+        self,
+        model: Geometry | Path,
+        engine: dict,
+        scenarios: list[dict],
+        *,
+        env: dict[str, str] | None = None,
+        expect_failure: bool = False,
+        timeout: float = 400,
+    ) -> Run:
+        path = self.model(model) if isinstance(model, Geometry) else model
+        job = {"model": str(path), "engine": engine, "scenarios": scenarios}
+        key = json.dumps([job, env], sort_keys=True)
+        if key not in self.finished:
+            self.finished[key] = self._run(job, env or {}, timeout)
+        run = self.finished[key]
+        if not expect_failure and run.status != 0:
+            pytest.fail(f"engine process ended with status {run.status}:\n{run.log[-6000:]}", pytrace=False)
+        return run
+
+    def _run(self, job: dict, env: dict[str, str], timeout: float) -> Run:
+        directory = self.directory / f"job-{len(self.finished)}"
+        directory.mkdir()
+        job_path, result_path, log_path = (directory / n for n in ("job.json", "result.json", "log.txt"))
+        job_path.write_text(json.dumps(job))
+        with open(log_path, "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engine.runner", str(job_path), str(result_path)],
+                cwd=directory,
+                env=environment(**env),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                pytest.fail(f"engine process hung for {timeout} s:\n{log_path.read_text()[-6000:]}", pytrace=False)
+        results = json.loads(result_path.read_text()) if status == 0 else {}
+        return Run(status, log_path.read_text(), results)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(tmp_path_factory.mktemp("engines"))

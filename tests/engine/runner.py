@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in one process: ``python -m tests.engine.runner JOB.json RESULT.json``.
+
+A job is ``{"model": path, "engine": {LLM arguments}, "scenarios": [...]}``. Scenarios run in order on the same
+engine (a start costs seconds, a scenario on a tiny model little). Each has a ``name``, a ``kind`` and the
+arguments of the function of that kind below. The result holds, per scenario, what the function returned and
+the state of the block pool afterwards.
+"""
+
+import json
+import sys
+from typing import Any
+
+
+def sampling(**options: Any) -> Any:
+    from vllm import SamplingParams
+
+    defaults = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    return SamplingParams(**{**defaults, **options})
+
+
+def describe(output: Any) -> dict:
+    """Token ids and the chosen tokens' logprobs of every completion, and the length of the prefix hit."""
+    return {
+        "token_ids": [list(completion.token_ids) for completion in output.outputs],
+        "logprobs": [
+            [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+            for completion in output.outputs
+        ],
+        "cached": output.num_cached_tokens,
+        "prompt_logprobs": output.prompt_logprobs
+        and [
+            None if entry is None else entry[token].logprob
+            for entry, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+        ],
+    }
+
+
+class Runner:
+    def __init__(self, model: str, engine: dict) -> None:
+        from vllm import LLM
+
+        defaults = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "seed": 0,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 32,
+            "enable_prefix_caching": False,
+        }
+        self.llm = LLM(model, **{**defaults, **engine})
+        self.preemptions = 0
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        self.scheduler = getattr(core, "scheduler", None)  # absent when the engine is another process
+        if self.scheduler is not None:
+            preempt = self.scheduler._preempt_request
+
+            def count(*args: Any, **kwargs: Any) -> Any:
+                self.preemptions += 1
+                return preempt(*args, **kwargs)
+
+            self.scheduler._preempt_request = count
+
+    def pool(self) -> dict:
+        """Blocks of the pool that no request holds. ``free`` is None when the engine is another process;
+        ``reset`` (vLLM's own prefix-cache reset, which refuses while a block is in use) works everywhere."""
+        free = total = None
+        if self.scheduler is not None:
+            block_pool = self.scheduler.kv_cache_manager.block_pool
+            free, total = block_pool.get_num_free_blocks(), block_pool.num_gpu_blocks
+        return {"free": free, "total": total, "reset": self.llm.reset_prefix_cache()}
+
+    # -- kinds of scenario -------------------------------------------------------------------------------
+
+    def generate(self, prompts: list, rounds: int = 1, one_at_a_time: bool = False, **options: Any) -> list:
+        """``rounds`` times all prompts in one call (or one call each); returns rounds of outputs."""
+        params = sampling(**options)
+        result = []
+        for _ in range(rounds):
+            batches = [[prompt] for prompt in prompts] if one_at_a_time else [prompts]
+            outputs = [
+                output
+                for batch in batches
+                for output in self.llm.generate(
+                    [{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False
+                )
+            ]
+            result.append([describe(output) for output in outputs])
+        return result
+
+    def conversation(self, prompts: list, turns: list, **options: Any) -> list:
+        """Every prompt is continued by its own answer and the turn's tokens, as a chat is."""
+        histories = [list(prompt) for prompt in prompts]
+        result = []
+        for added in [[], *turns]:
+            for history in histories:
+                history.extend(added)
+            outputs = self.generate(histories, **options)[0]
+            for history, output in zip(histories, outputs, strict=True):
+                history.extend(output["token_ids"][0])
+            result.append(outputs)
+        return result
+
+    def abort(self, prompts: list, aborted: list, after_steps: int, **options: Any) -> dict:
+        """All prompts start; after some engine steps those of the indices ``aborted`` are cancelled."""
+        engine = self.llm.llm_engine
+        ids = [f"abort-{index}" for index in range(len(prompts))]
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling(**options))
+        finished, steps = {}, 0
+        while engine.has_unfinished_requests():
+            if steps == after_steps:
+                engine.abort_request([ids[index] for index in aborted])
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = describe(output)
+            steps += 1
+        return {str(index): finished[name] for index, name in enumerate(ids) if name in finished}
+
+    def shapes(self) -> dict:
+        """KV-cache groups of the engine: spec class, block size, page bytes, layers."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return {
+            "groups": [
+                {
+                    "spec": type(group.kv_cache_spec).__name__,
+                    "block_size": group.kv_cache_spec.block_size,
+                    "page_bytes": group.kv_cache_spec.page_size_bytes,
+                    "layers": len(group.layer_names),
+                }
+                for group in groups
+            ]
+        }
+
+    def run(self, name: str, kind: str, keep_cache: bool = False, **arguments: Any) -> dict:
+        before = self.preemptions
+        result = getattr(self, kind)(**arguments)
+        preemptions = self.preemptions - before
+        return {"result": result, "preemptions": preemptions, "pool": None if keep_cache else self.pool()}
+
+
+def main(job_path: str, result_path: str) -> None:
+    with open(job_path) as file:
+        job = json.load(file)
+    runner = Runner(job["model"], job["engine"])
+    results = {scenario["name"]: runner.run(**scenario) for scenario in job["scenarios"]}
+    with open(result_path, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
