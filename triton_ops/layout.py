@@ -21,7 +21,8 @@ scales. ``head_size`` is d. Sections are contiguous and start at
 is its register fragment and nothing moves through shared memory. A code section is a matrix of d rows by 32
 bytes; a byte carries four *planes*, plane j in bits 2j and 2j+1. The byte at (row, column) lies at
 
-    (row >> 4) * 512 + (row & 7) * 64 + ((column >> 2) & 3) * 16 + (column >> 4) * 8 + ((row >> 3) & 1) * 4 + (column & 3)
+    (row >> 4) * 512 + (row & 7) * 64 + ((column >> 2) & 3) * 16
+                     + (column >> 4) * 8 + ((row >> 3) & 1) * 4 + (column & 3)
 
                  row                          plane j, column c
     values       dim                          token = 32 j + c

@@ -217,7 +217,9 @@ def unpack(page: Tensor, layout: PageLayout) -> tuple[EncodedRows, EncodedRows]:
     return keys, values
 
 
-def encode_pages(key: Tensor, value: Tensor, first_token: Tensor, *, codec: LayerCodec, layout: Layout, sink: int) -> Tensor:
+def encode_pages(
+    key: Tensor, value: Tensor, first_token: Tensor, *, codec: LayerCodec, layout: Layout, sink: int
+) -> Tensor:
     """Bytes of whole pages.
 
     Args:
@@ -239,7 +241,9 @@ def encode_pages(key: Tensor, value: Tensor, first_token: Tensor, *, codec: Laye
     return pack(keys, encode_values(rearrange(value, "p t h d -> p h t d"), codec), layout)
 
 
-def dequantize(page: Tensor, *, codec: LayerCodec, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def dequantize(
+    page: Tensor, *, codec: LayerCodec, layout: Layout, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Keys and values of pages in the model's basis, [P, 128, H, d] float32: what attention over pages approximates.
 
     Args:

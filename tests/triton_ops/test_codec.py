@@ -78,8 +78,8 @@ def test_allocation_cannot_be_improved_by_moving_two_bits(seed, max_bits, d):
     assert int(bits.sum()) == 2 * d
     assert int(bits.max()) <= max_bits
     error = {b: UNIT_ERROR[b] for b in UNIT_ERROR}
-    gain_up = [float(v) * (error[int(b)] - error[int(b) + 2]) for v, b in zip(variance, bits) if int(b) < max_bits]
-    loss_down = [float(v) * (error[int(b) - 2] - error[int(b)]) for v, b in zip(variance, bits) if int(b) > 0]
+    gain_up = [float(v) * (error[int(b)] - error[int(b) + 2]) for v, b in zip(variance, bits, strict=True) if int(b) < max_bits]
+    loss_down = [float(v) * (error[int(b) - 2] - error[int(b)]) for v, b in zip(variance, bits, strict=True) if int(b) > 0]
     if gain_up:
         assert max(gain_up) <= min(loss_down) + 1e-15
 
@@ -121,9 +121,7 @@ def test_codec_checks_its_shapes():
     with pytest.raises(ValueError, match="value_rotation has shape"):
         rotation_codec(rotation, rotation[:, :, :32], zero="page", key_quantizer=gauss, value_quantizer=gauss)
     with pytest.raises(ValueError, match="needs the 'gauss' key quantizer"):
-        rotation_codec(
-            rotation, rotation, zero="page", key_quantizer=Quantizer("minmax", 0.96), value_quantizer=gauss
-        )
+        rotation_codec(rotation, rotation, zero="page", key_quantizer=Quantizer("minmax", 0.96), value_quantizer=gauss)
     with pytest.raises(ValueError, match="out of range"):
         Quantizer("minmax", 1.5)
     with pytest.raises(ValueError, match="no effect with zero='page'"):
