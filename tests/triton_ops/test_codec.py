@@ -77,9 +77,9 @@ def test_allocation_cannot_be_improved_by_moving_two_bits(seed, max_bits, d):
     bits = allocate_bits(variance, 2 * d, max_bits)
     assert int(bits.sum()) == 2 * d
     assert int(bits.max()) <= max_bits
-    error = {b: UNIT_ERROR[b] for b in UNIT_ERROR}
-    gain_up = [float(v) * (error[int(b)] - error[int(b) + 2]) for v, b in zip(variance, bits, strict=True) if int(b) < max_bits]
-    loss_down = [float(v) * (error[int(b) - 2] - error[int(b)]) for v, b in zip(variance, bits, strict=True) if int(b) > 0]
+    given = list(zip(variance.tolist(), bits.tolist(), strict=True))
+    gain_up = [v * (UNIT_ERROR[b] - UNIT_ERROR[b + 2]) for v, b in given if b < max_bits]
+    loss_down = [v * (UNIT_ERROR[b - 2] - UNIT_ERROR[b]) for v, b in given if b > 0]
     if gain_up:
         assert max(gain_up) <= min(loss_down) + 1e-15
 

@@ -214,7 +214,8 @@ def test_pack_and_unpack_are_inverse(d, zero):
     key, value = (torch.randn(3, 2, PAGE_TOKENS, d, generator=generator) for _ in range(2))
     keys = reference.encode_keys(key, torch.ones(3, PAGE_TOKENS, dtype=torch.bool), codec)
     values = reference.encode_values(value, codec)
-    for before, after in zip((keys, values), reference.unpack(reference.pack(keys, values, layout), layout), strict=True):
+    unpacked = reference.unpack(reference.pack(keys, values, layout), layout)
+    for before, after in zip((keys, values), unpacked, strict=True):
         for name in ("codes", "scale", "zero", "mean"):
             one, other = getattr(before, name), getattr(after, name)
             assert (one is None and other is None) or torch.equal(one, other), name
