@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's allocator has to know about the two caches of an OSCAR attention layer.
+
+*History* is the layer's own cache: INT2 pages of 128 tokens for every token, an ordinary full-attention spec whose
+page :func:`history_layout` sizes. *Windows* belong to an auxiliary object, :class:`WindowCache`: blocks of at most 16
+tokens in the model's dtype for the sink and the recent tokens only, described by :class:`SinkWindowSpec`. Both pages
+have the same number of bytes, so both groups draw from one block pool.
+
+    block size       history 128 tokens             windows 16 tokens (bfloat16, head size 128)
+    bytes, 8 heads   8 x 9216 = 73,728              16 x 8 x 512 = 65,536, padded to 73,728
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, KVQuantMode, SlidingWindowSpec
+
+from oscar_vllm.config import OscarConfig
+from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, PageLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DTYPE = "oscar_int2"
+"""The name users give to ``--kv-cache-dtype``."""
+
+WINDOW_SUFFIX = ".oscar_window"
+"""Appended to an attention layer's name to name its window cache."""
+
+MAX_WINDOW_BLOCK = 16
+"""Tokens of a window block, if that many fit in the bytes of a history page."""
+
+
+def history_layout(options: OscarConfig, head_size: int, dtype: torch.dtype) -> PageLayout | FloatPageLayout:
+    """The page of one KV head.
+
+    Args:
+        options: resolved options (``zero`` is set).
+        head_size: d of the layer.
+        dtype: dtype of the model's keys and values; matters for ``payload="float"`` only.
+
+    Raises:
+        ValueError: the head size has no INT2 page.
+
+    """
+    if options.payload == "float":
+        return FloatPageLayout(head_size, get_dtype_size(dtype))
+    return PageLayout(head_size, options.zero or "page")
+
+
+def window_block_size(head_size: int, head_size_v: int, dtype: torch.dtype, page_bytes: int) -> int:
+    """Tokens of a window block: the largest power of two up to 16 whose bytes, per KV head, fit in ``page_bytes``."""
+    token_bytes = (head_size + head_size_v) * get_dtype_size(dtype)
+    block = MAX_WINDOW_BLOCK
+    while block > 1 and block * token_bytes > page_bytes:
+        block //= 2
+    return block
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(AttentionSpec):
+    """Blocks for the first ``sink`` and the last ``recent`` tokens of a sequence; the rest of the table is null.
+
+    Not a ``SlidingWindowSpec``: runners null the entries in front of a sliding window, which would drop the sinks.
+    Everything a scheduler needs is a field, so that it holds on every rank and in every process.
+
+    Attributes:
+        sink: tokens at the start that are held until the request ends.
+        recent: a query at position q reads the tokens t with q - recent < t.
+        replay_tokens: further tokens held behind ``recent``, so that the tail of the last prefix-cache boundary is
+            still whole when it is hashed. 0 where a hit does not need the recent tokens.
+        speculative_tokens: draft tokens of a step; so many positions of a step may be rejected.
+        lookahead_tokens: slots a drafter writes past the scheduled tokens.
+        concurrent_batches: steps that may be scheduled and not yet processed, the one being scheduled included.
+        in_flight_tokens: tokens those steps may hold together.
+        require_recent: a prefix hit is only valid where the whole recent tail is cached.
+
+    """
+
+    sink: int
+    recent: int
+    replay_tokens: int = 0
+    speculative_tokens: int = 0
+    lookahead_tokens: int = 0
+    concurrent_batches: int = 1
+    in_flight_tokens: int = 0
+    require_recent: bool = False
+
+    @property
+    def sink_blocks(self) -> int:
+        return cdiv(self.sink, self.block_size)
+
+    @property
+    def rollback_tokens(self) -> int:
+        """How far the position of the next query can lie below the end of the step being scheduled.
+
+        Each step in flight may lose all its draft tokens, and a scheduler that runs ahead counts them as computed.
+        """
+        return self.speculative_tokens * self.concurrent_batches
+
+    def first_recent_block(self, position: int) -> int:
+        """Index of the oldest block that a query at ``position``, or a later one, may read as recent."""
+        return max(0, position - self.recent + 1) // self.block_size
+
+    def first_held_block(self, position: int) -> int:
+        """Index of the oldest block that is held for the recent tail while the next query is at ``position``."""
+        return self.first_recent_block(max(0, position - self.replay_tokens))
+
+    @property
+    def tail_blocks(self) -> int:
+        """Most blocks that the recent tail of one position spans, rejected and lookahead tokens included."""
+        tokens = self.recent - 1 + self.replay_tokens + self.rollback_tokens + self.lookahead_tokens
+        return cdiv(tokens - 1, self.block_size) + 1
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """Most blocks one request holds at a time.
+
+        The tail of what has been processed, which steps in flight still read, and one tail per step in flight: the
+        middle of a prefill chunk holds nothing. Tails of short steps overlap, hence the second bound.
+        """
+        tails = (1 + self.concurrent_batches) * self.tail_blocks
+        if self.in_flight_tokens:
+            tokens = self.recent - 1 + self.replay_tokens + self.in_flight_tokens + self.lookahead_tokens
+            tails = min(tails, cdiv(tokens - 1, self.block_size) + 1)
+        return self.sink_blocks + tails
+
+    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
+        """Bytes one request of the maximum length needs in one layer."""
+        blocks = min(self.max_blocks_per_request, cdiv(vllm_config.model_config.max_model_len, self.block_size))
+        return blocks * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(isinstance(spec, SinkWindowSpec) and spec == self for spec in kv_cache_specs.values())
+
+
+class WindowCache(AttentionLayerBase):
+    """Owns the window blocks of one attention layer. A plain object beside the layer: no parameters, no forward.
+
+    Attributes:
+        layer_name: the layer's name with ``.oscar_window`` appended.
+        kv_cache: [num_blocks, H, block_size, 2 d] in the model's dtype, keys in [..., :d]. Blocks are padded to the
+            bytes of a history page: take strides from the tensor.
+
+    """
+
+    def __init__(self, parent: Any, options: OscarConfig, dtype: torch.dtype) -> None:
+        self.layer_name = parent.layer_name + WINDOW_SUFFIX
+        self.impl = parent.impl
+        self.attn_backend = parent.attn_backend
+        self.num_heads = parent.num_heads
+        self.num_kv_heads = parent.num_kv_heads
+        self.head_size = parent.head_size
+        self.head_size_v = parent.head_size_v
+        self.is_draft_layer = parent.is_draft_layer
+        self.options = options
+        self.dtype = dtype
+        self.layout = history_layout(options, self.head_size, dtype)
+        self.kv_cache = torch.tensor([])
+
+    @property
+    def history_page_bytes(self) -> int:
+        """Bytes of one history page of the parent layer, all KV heads of this rank together."""
+        return self.num_kv_heads * self.layout.page_bytes
+
+    def get_attn_backend(self) -> Any:
+        return self.attn_backend
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Take [num_blocks, H, block_size, bytes] uint8 and keep it as the model's dtype."""
+        self.kv_cache = kv_cache.view(self.dtype)
+
+    def get_kv_cache_spec(self, vllm_config: "VllmConfig") -> SinkWindowSpec:
+        invariant = self.options.prefill == "invariant"
+        speculative = vllm_config.speculative_config
+        # EAGLE-like drafters give up the last page of every hit, so its tail lies one page further back.
+        drops_page = speculative is not None and speculative.use_eagle()
+        return SinkWindowSpec(
+            block_size=window_block_size(self.head_size, self.head_size_v, self.dtype, self.layout.page_bytes),
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.NONE,
+            state_content_bytes=(self.head_size + self.head_size_v) * get_dtype_size(self.dtype),
+            page_size_padded=shared_page_bytes(vllm_config),
+            sink=self.options.sink,
+            recent=self.options.recent,
+            replay_tokens=PAGE_TOKENS * (1 + drops_page) if invariant else 0,
+            speculative_tokens=vllm_config.num_speculative_tokens,
+            lookahead_tokens=vllm_config.num_lookahead_tokens,
+            concurrent_batches=vllm_config.max_concurrent_batches,
+            in_flight_tokens=vllm_config.max_in_flight_tokens,
+            require_recent=invariant,
+        )
+
+
+def shared_page_bytes(vllm_config: "VllmConfig") -> int:
+    """Bytes every page of the pool has: those of the largest history page.
+
+    Layers that keep another dtype take blocks small enough to fit; only if their smallest block does not fit does the
+    shared page grow to it.
+    """
+    pages = []
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(layer, WindowCache):
+            pages.append(layer.history_page_bytes)
+        elif _keeps_other_dtype(layer):
+            pages.append(_smallest_block(layer) * _token_bytes(layer))
+    return max(pages)
+
+
+def fit_to_shared_page(layer: Any, spec: KVCacheSpec, vllm_config: "VllmConfig") -> KVCacheSpec:
+    """The spec of a layer in a model that has OSCAR layers, with its page made equal to the shared page.
+
+    An OSCAR layer keeps its block of 128 tokens and is padded where another layer has a larger page. A layer of
+    another dtype takes the largest block that fits.
+    """
+    shared = shared_page_bytes(vllm_config)
+    if getattr(layer, "kv_cache_dtype", None) == DTYPE:
+        own = layer.num_kv_heads * history_layout_of(layer, vllm_config).page_bytes
+        return spec if own == shared else replace(spec, page_size_padded=shared)
+    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+        return spec
+    token_bytes, block = _token_bytes(layer), _smallest_block(layer)
+    while block < PAGE_TOKENS and _supports_block(layer, 2 * block) and 2 * block * token_bytes <= shared:
+        block *= 2
+    return replace(spec, block_size=block, page_size_padded=shared)
+
+
+def history_layout_of(layer: Any, vllm_config: "VllmConfig") -> PageLayout | FloatPageLayout:
+    """:func:`history_layout` of an attention layer."""
+    window = vllm_config.compilation_config.static_forward_context[layer.layer_name + WINDOW_SUFFIX]
+    return window.layout
+
+
+def _keeps_other_dtype(layer: Any) -> bool:
+    """Whether a registered layer owns a key-value cache that is not OSCAR's."""
+    return (
+        getattr(layer, "kv_cache_dtype", DTYPE) != DTYPE
+        and getattr(layer, "attn_type", None) == "decoder"
+        and getattr(layer, "kv_sharing_target_layer_name", None) is None
+    )
+
+
+def _token_bytes(layer: Any) -> int:
+    return layer.num_kv_heads * (layer.head_size + layer.head_size_v) * get_dtype_size(layer.kv_cache_torch_dtype)
+
+
+def _smallest_block(layer: Any) -> int:
+    sizes = layer.get_attn_backend().get_supported_kernel_block_sizes()
+    return min(size.base if isinstance(size, MultipleOf) else size for size in sizes)
+
+
+def _supports_block(layer: Any, block: int) -> bool:
+    sizes = layer.get_attn_backend().get_supported_kernel_block_sizes()
+    return any(block % size.base == 0 if isinstance(size, MultipleOf) else block == size for size in sizes)
