@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-engine speed and capacity per KV-cache dtype: prefill, decode step at a long context, tokens that fit.
+
+Random weights of a real geometry; every dtype runs in its own process. The decode step is timed on a full prefix hit:
+each request's prompt is cached, and the time per step is the difference between a long and a short generation.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+STEPS = 64
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one KV-cache dtype; runs inside its own process."""
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(GEOMETRIES[arguments.geometry]))
+        options: dict[str, Any] = {}
+        if arguments.kv_cache_dtype.startswith("oscar"):
+            options["additional_config"] = {"oscar": {"rotation": "hadamard"}}
+        start = time.perf_counter()
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            max_model_len=arguments.max_model_len,
+            max_num_seqs=max(arguments.batch),
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
+            enforce_eager=arguments.enforce_eager,
+            enable_prefix_caching=True,
+            seed=0,
+            **options,
+        )
+    started = time.perf_counter() - start
+
+    def generate(prompts: list[dict[str, list[int]]], tokens: int) -> tuple[float, list[int]]:
+        parameters = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        return time.perf_counter() - begin, [output.num_cached_tokens or 0 for output in outputs]
+
+    vocabulary = GEOMETRIES[arguments.geometry]["vocab_size"]
+    rows = []
+    generate([{"prompt_token_ids": [7] * 300}], 8)  # compile what is compiled on first use
+    for context in arguments.context:
+        prompts = [
+            {"prompt_token_ids": [(i * 7919 + j * (2 * i + 1)) % (vocabulary - 10) + 5 for j in range(context)]}
+            for i in range(max(arguments.batch))
+        ]
+        prefill = [generate([prompt], 1)[0] for prompt in prompts]
+        for batch in arguments.batch:
+            chosen = prompts[:batch]
+            generate(chosen, 4)
+            steps = []
+            for _ in range(2):
+                (short, hits), (long, _) = generate(chosen, 4), generate(chosen, 4 + STEPS)
+                steps.append((long - short) / STEPS)
+            rows.append(
+                {
+                    "kv_cache_dtype": arguments.kv_cache_dtype,
+                    "geometry": arguments.geometry,
+                    "context": context,
+                    "batch": batch,
+                    "ms_per_step": 1e3 * min(steps),
+                    "prefill_s": min(prefill),
+                    "prefill_tokens_per_s": context / min(prefill),
+                    "hit_tokens": min(hits),
+                    "start_s": started,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def run(dtypes: list[str], extra: list[str], timeout_s: float = 400) -> list[dict[str, Any]]:
+    """Measure each dtype in its own process; a dtype that fails is reported and left out."""
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        command = [sys.executable, "-m", "benchmarks.engine", "--kv-cache-dtype", dtype, *extra]
+        begin = time.perf_counter()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=os.environ)
+            output = done.stdout + done.stderr
+        except subprocess.TimeoutExpired as expired:
+            output = "".join(_text(part) for part in (expired.stdout, expired.stderr)) + f"\nno end in {timeout_s} s"
+        size = re.search(r"KV cache size: ([\d,]+) tokens", output)
+        found = [json.loads(line) for line in output.splitlines() if line.startswith('{"kv_cache_dtype"')]
+        for row in found:
+            rows.append({**row, "kv_tokens": int(size.group(1).replace(",", "")) if size else ""})
+        print(f"{dtype}: {len(found)} rows in {time.perf_counter() - begin:.0f} s", flush=True)
+        if not found:
+            print(output[-3000:], flush=True)
+    return rows
+
+
+def _text(part: str | bytes | None) -> str:
+    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--kv-cache-dtype", default="oscar_int2")
+    arguments.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-8b")
+    arguments.add_argument("--context", type=int, nargs="+", default=[100_000])
+    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    arguments.add_argument("--max-model-len", type=int, default=131_072)
+    arguments.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    arguments.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    arguments.add_argument("--enforce-eager", action="store_true")
+    return arguments
+
+
+if __name__ == "__main__":
+    measure(parser().parse_args())
