@@ -92,9 +92,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             num_new = sum(self._keeps(index, position) for index in range(start, end))
         return num_new + self._get_num_evictable_blocks(retained)
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Extend the table to ``num_tokens`` tokens; returns the new entries, null blocks included."""
         blocks = self.req_to_blocks[request_id]
         position = self._next_position(num_tokens_main_model)
@@ -173,9 +171,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         last_page = round_down(self.num_cached_block.get(request_id, 0) * self.block_size, alignment)
         boundaries |= {last_page, max(0, last_page - alignment)} if self.use_eagle else {last_page}
         held = [
-            (index, block)
-            for index, block in enumerate(self.req_to_blocks.get(request_id, ()))
-            if not block.is_null
+            (index, block) for index, block in enumerate(self.req_to_blocks.get(request_id, ())) if not block.is_null
         ]
         self._drop_useless_hashes(held, boundaries)
         super().pop_blocks_for_free(request_id)

@@ -20,14 +20,22 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, KVQuantMode, SlidingWindowSpec
 
-from oscar_vllm.config import OscarConfig
+from oscar_vllm.config import DTYPE, OscarConfig
 from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, PageLayout
+
+__all__ = [
+    "DTYPE",
+    "WINDOW_SUFFIX",
+    "SinkWindowSpec",
+    "WindowCache",
+    "fit_to_shared_page",
+    "history_layout",
+    "shared_page_bytes",
+    "window_block_size",
+]
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-DTYPE = "oscar_int2"
-"""The name users give to ``--kv-cache-dtype``."""
 
 WINDOW_SUFFIX = ".oscar_window"
 """Appended to an attention layer's name to name its window cache."""
@@ -221,22 +229,19 @@ def fit_to_shared_page(layer: Any, spec: KVCacheSpec, vllm_config: "VllmConfig")
     An OSCAR layer keeps its block of 128 tokens and is padded where another layer has a larger page. A layer of
     another dtype takes the largest block that fits.
     """
+    context = vllm_config.compilation_config.static_forward_context
+    if not any(isinstance(other, WindowCache) for other in context.values()):
+        return spec
     shared = shared_page_bytes(vllm_config)
-    if getattr(layer, "kv_cache_dtype", None) == DTYPE:
-        own = layer.num_kv_heads * history_layout_of(layer, vllm_config).page_bytes
-        return spec if own == shared else replace(spec, page_size_padded=shared)
+    if layer.kv_cache_dtype == DTYPE:
+        window = context[layer.layer_name + WINDOW_SUFFIX]
+        return spec if window.history_page_bytes == shared else replace(spec, page_size_padded=shared)
     if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         return spec
     token_bytes, block = _token_bytes(layer), _smallest_block(layer)
     while block < PAGE_TOKENS and _supports_block(layer, 2 * block) and 2 * block * token_bytes <= shared:
         block *= 2
     return replace(spec, block_size=block, page_size_padded=shared)
-
-
-def history_layout_of(layer: Any, vllm_config: "VllmConfig") -> PageLayout | FloatPageLayout:
-    """:func:`history_layout` of an attention layer."""
-    window = vllm_config.compilation_config.static_forward_context[layer.layer_name + WINDOW_SUFFIX]
-    return window.layout
 
 
 def _keeps_other_dtype(layer: Any) -> bool:

@@ -13,6 +13,12 @@ from typing import Any, Literal
 
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 
+DTYPE = "oscar_int2"
+"""The name users give to ``--kv-cache-dtype``."""
+
+ALIAS = "oscar"
+"""A short name for it, replaced by ``DTYPE`` before vLLM builds its configuration."""
+
 DEFAULT_SINK = 64
 DEFAULT_RECENT = 256
 ARTIFACT_FOLDER = "oscar_int2"

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when vLLM loads the plugin, and when an engine with ``--kv-cache-dtype oscar_int2`` is configured.
+
+    register()            every process: dtype, cache spec, backend, and the patches of compat.py
+    prepare(vllm_config)  the process that creates the engine: settings that follow from the dtype, every refusal,
+                          and one line that says what will be served
+
+A refusal is one line: what was asked for, why it cannot be, what to do instead. It comes before any worker starts.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from oscar_vllm import compat
+from oscar_vllm.config import ALIAS, DTYPE
+from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_USE_AUTO = "use --kv-cache-dtype auto"
+
+
+def register() -> None:
+    """Register everything with this process's vLLM. Idempotent; does nothing but log under an unsupported version."""
+    _use_vllm_log_handlers()
+    problem = compat.version_problem()
+    if problem is not None:
+        logger.error(problem)
+        compat.refuse_in_other_versions(problem)
+        return
+    compat.register_dtypes()
+    compat.register_cache_spec()
+    compat.register_attention_backend()
+    compat.select_backend_by_dtype()
+    compat.attach_window_caches()
+    compat.equal_pages()
+    compat.fix_block_size()
+    compat.check_engine_config(prepare)
+
+
+def _use_vllm_log_handlers() -> None:
+    """Send this package's log records to vLLM's handlers; vLLM configures its own logger only."""
+    logging.getLogger("oscar_vllm").parent = logging.getLogger("vllm")
+
+
+def prepare(vllm_config: "VllmConfig") -> None:
+    """Complete and check the configuration of an engine whose cache dtype is ``oscar_int2``, then describe it.
+
+    Raises:
+        OscarConfigError, OscarUnsupportedError, OscarArtifactError: see :func:`validate_vllm_config`.
+
+    """
+    keep_sliding_window_layers(vllm_config)
+    keep_draft_dtype(vllm_config)
+    logger.info(validate_vllm_config(vllm_config))
+
+
+def keep_sliding_window_layers(vllm_config: "VllmConfig") -> None:
+    """Leave sliding-window layers in the model's dtype: they hold few tokens and vLLM already bounds them."""
+    skip = vllm_config.cache_config.kv_cache_dtype_skip_layers
+    if _has_sliding_window_layers(vllm_config) and "sliding_window" not in skip:
+        vllm_config.cache_config.kv_cache_dtype_skip_layers = [*skip, "sliding_window"]
+
+
+def keep_draft_dtype(vllm_config: "VllmConfig") -> None:
+    """Leave the drafter's own layers in their dtype; vLLM would hand them the target's.
+
+    Raises:
+        OscarUnsupportedError: the drafter was given our dtype, or this vLLM would give it ours all the same.
+
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+        return
+    if speculative.kv_cache_dtype in (DTYPE, ALIAS):
+        raise OscarUnsupportedError(
+            f"speculative config kv_cache_dtype={speculative.kv_cache_dtype!r}: draft layers keep the draft model's "
+            "dtype; drop kv_cache_dtype from --speculative-config"
+        )
+    if compat.draft_dtype_is_ignored(vllm_config):
+        raise OscarUnsupportedError(
+            f"speculative method {speculative.method!r} on vLLM 0.32's V2 runner gives draft layers the target's cache "
+            "dtype; set VLLM_USE_V2_MODEL_RUNNER=0, or use vLLM 0.33"
+        )
+    if speculative.kv_cache_dtype is None:
+        speculative.kv_cache_dtype = "auto"
+
+
+def validate_vllm_config(vllm_config: "VllmConfig") -> str:
+    """Check everything that can be known before a worker starts.
+
+    Returns:
+        The start-up summary, one line.
+
+    Raises:
+        OscarConfigError: an option has a wrong value.
+        OscarUnsupportedError: a feature of the engine or the model that cannot be combined with this cache.
+        OscarArtifactError: the artifact is missing, damaged or made for another model.
+
+    """
+    from oscar_vllm.rotation import engine_settings
+
+    for problem in _unsupported(vllm_config):
+        raise OscarUnsupportedError(f"--kv-cache-dtype {DTYPE} {problem}")
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size and cache_config.block_size != PAGE_TOKENS:
+        raise OscarConfigError(
+            f"--block-size {cache_config.block_size}: {DTYPE} pages hold {PAGE_TOKENS} tokens; "
+            f"drop --block-size or set it to {PAGE_TOKENS}"
+        )
+    settings = engine_settings(vllm_config)
+    if settings.options.payload == "int2":
+        head_size = vllm_config.model_config.get_head_size()
+        if head_size not in SUPPORTED_HEAD_SIZES:
+            sizes = ", ".join(map(str, SUPPORTED_HEAD_SIZES))
+            raise OscarUnsupportedError(
+                f"--kv-cache-dtype {DTYPE} has no page layout for head size {head_size} (it has {sizes}); "
+                "use --kv-cache-dtype auto"
+            )
+    if settings.artifact is not None:
+        settings.artifact.check_model(vllm_config.model_config.hf_config)
+    return summary(vllm_config, settings)
+
+
+def _unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
+    """Why this configuration cannot be served: sentences that continue ``--kv-cache-dtype oscar_int2``."""
+    yield from _unsupported_engine(vllm_config)
+    yield from _unsupported_model(vllm_config)
+
+
+def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        yield f"runs on NVIDIA GPUs and on CPUs, not on {current_platform.device_name}; {_USE_AUTO}"
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "needs the hybrid KV cache manager, which holds pages and windows in one pool; "
+            f"drop --disable-hybrid-kv-cache-manager (or what turned it off), or {_USE_AUTO}"
+        )
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size:
+        yield (
+            "cannot be transferred or offloaded: a KV connector would move pages without their windows; "
+            f"drop --kv-transfer-config and --kv-offloading-size, or {_USE_AUTO}"
+        )
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, option)
+        if size > 1:
+            flag = "--" + option.replace("_", "-")
+            yield f"cannot split a sequence over ranks ({flag} {size}); set {flag} 1, or {_USE_AUTO}"
+    if parallel.use_ubatching:
+        yield f"cannot run two micro-batches at once: drop --enable-dbo and --ubatch-size, or {_USE_AUTO}"
+    if cache.kv_sharing_fast_prefill:
+        yield f"needs every layer to see every token: drop --kv-sharing-fast-prefill, or {_USE_AUTO}"
+    if vllm_config.attention_config.hisparse_config is not None:
+        yield f"cannot be combined with HiSparse: drop its configuration, or {_USE_AUTO}"
+    if envs.VLLM_BATCH_INVARIANT:
+        yield (
+            "has no batch-invariant attention in vLLM's sense: unset VLLM_BATCH_INVARIANT; "
+            """--additional-config '{"oscar": {"prefill": "invariant"}}' makes results independent of chunks and hits"""
+        )
+
+
+def _unsupported_model(vllm_config: "VllmConfig") -> Iterator[str]:
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    kind = getattr(text, "model_type", "this model")
+    if model.use_mla:
+        yield f"does not serve latent attention (MLA, {kind}), whose cache holds no keys per head; {_USE_AUTO}"
+    elif model.is_hybrid or model.is_attention_free:
+        yield f"does not serve models with Mamba or linear-attention layers ({kind}); {_USE_AUTO}"
+    elif model.is_encoder_decoder or model.attn_type != "decoder":
+        yield f"serves decoder attention only, not encoder or cross attention ({kind}); {_USE_AUTO}"
+    if model.is_mm_prefix_lm:
+        yield f"does not serve bidirectional attention over image tokens ({kind}); {_USE_AUTO}"
+    if model.attention_chunk_size is not None:
+        yield f"does not serve chunked local attention ({kind}); {_USE_AUTO}"
+    if _uses_alibi(text):
+        yield f"does not serve ALiBi position biases ({kind}); {_USE_AUTO}"
+    soft_cap = getattr(text, "attn_logit_softcapping", None)
+    if soft_cap:
+        yield f"does not serve attention logits with a soft cap ({kind}, {soft_cap}); {_USE_AUTO}"
+    if kind == "gpt_oss":
+        yield f"does not serve learned attention sinks ({kind}); {_USE_AUTO}"
+    if vllm_config.cache_config.sliding_window is not None:
+        yield (
+            f"has nothing to compress: every layer of {kind} attends to a sliding window of "
+            f"{vllm_config.cache_config.sliding_window} tokens, and such layers stay unquantized; "
+            f"{_USE_AUTO}, or --disable-sliding-window"
+        )
+
+
+def _uses_alibi(text: Any) -> bool:
+    attention = getattr(text, "attn_config", None)
+    nested = attention.get("alibi") if isinstance(attention, dict) else getattr(attention, "alibi", False)
+    position = getattr(text, "position_embedding_type", None)
+    return bool(nested or getattr(text, "alibi", False) or position == "alibi" or text.model_type == "bloom")
+
+
+def _has_sliding_window_layers(vllm_config: "VllmConfig") -> bool:
+    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    return any("sliding" in layer_type for layer_type in layer_types)
+
+
+def _quantized_layers(vllm_config: "VllmConfig") -> int:
+    """Layers of the model that will use our dtype."""
+    text = vllm_config.model_config.hf_text_config
+    skip = set(vllm_config.cache_config.kv_cache_dtype_skip_layers)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return sum(str(index) not in skip and "sliding" not in kind for index, kind in enumerate(kinds))
+
+
+def summary(vllm_config: "VllmConfig", settings: Any) -> str:
+    """One line: bits per element, bytes per token, windows, and where the rotations come from."""
+    from oscar_vllm.cache_spec import history_layout
+
+    model, options = vllm_config.model_config, settings.options
+    layout = history_layout(options, model.get_head_size(), model.dtype)
+    heads, layers = model.get_total_num_kv_heads(), _quantized_layers(vllm_config)
+    if options.payload == "float":
+        source = "payload float: nothing is compressed"
+    elif settings.artifact is None:
+        source = "data-free Hadamard rotation, no calibration"
+    else:
+        source = f"artifact {settings.artifact.artifact_id}, fitted on {settings.artifact.model}"
+    return (
+        f"OSCAR KV cache: {layout.bits_per_element:.3g} bits per element in pages of {PAGE_TOKENS} tokens, "
+        f"{layers * heads * layout.bytes_per_token:,} bytes per token ({layers} layers, {heads} KV heads of size "
+        f"{model.get_head_size()}); the first {options.sink} and last {options.recent} tokens stay "
+        f"{str(model.dtype).removeprefix('torch.')}; prefill {options.prefill}; {source}"
+    )
