@@ -66,7 +66,9 @@ def append(*, key: Tensor, value: Tensor, slot_mapping: Tensor, windows: Tensor,
     if key.stride(2) != 1 or value.stride(2) != 1 or windows.stride(3) != 1:
         raise ValueError("the last axis of key, value and windows must be contiguous")
     if not num_tokens <= min(key.shape[0], slot_mapping.shape[0]):
-        raise ValueError(f"num_tokens={num_tokens}, but key holds {key.shape[0]} and slot_mapping {slot_mapping.shape[0]}")
+        raise ValueError(
+            f"num_tokens={num_tokens}, but key holds {key.shape[0]} and slot_mapping {slot_mapping.shape[0]} tokens"
+        )
     if num_tokens == 0:
         return
     block_heads = triton.next_power_of_2(heads)
