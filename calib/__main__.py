@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m calib --model MODEL --output-dir DIR``: fit the constants of a model's 2-bit KV cache."""
+
+import argparse
+import os
+import sys
+from dataclasses import fields, replace
+
+from calib.rotation import CHOICES, PRESETS
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Options of the recipe have no default here: they replace the preset's."""
+    top = argparse.ArgumentParser(
+        prog="python -m calib", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    top.add_argument("--model", required=True, help="hub id or folder of a transformers model")
+    top.add_argument("--output-dir", required=True, help="folder of the artifact; a killed run resumes from it")
+    top.add_argument("--revision", help="hub revision of the model")
+    top.add_argument("--overwrite", action="store_true", help="replace an artifact in --output-dir")
+    top.add_argument("--trust-remote-code", action="store_true", help="passed to transformers")
+    data = top.add_argument_group("text")
+    data.add_argument("--dataset", help="NAME or NAME:CONFIG of a Hugging Face dataset, or a .jsonl or .txt file "
+                      "(default: a small mixture that comes with the package)")
+    data.add_argument("--split", default="train", help="split of a Hugging Face dataset (%(default)s)")
+    data.add_argument("--text-field", default="text", help="field that holds the text (%(default)s)")
+    data.add_argument("--num-samples", type=int, default=10, help="samples for the statistics (%(default)s)")
+    data.add_argument("--held-out", type=int, default=2, help="samples to choose and measure by (%(default)s)")
+    data.add_argument("--max-length", type=int, default=2048, help="tokens per sample (%(default)s)")
+    data.add_argument("--seed", type=int, default=0, help="which samples (%(default)s)")
+    run = top.add_argument_group("model execution")
+    run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+                     help="auto: float32 on a CPU, the checkpoint's own elsewhere")
+    run.add_argument("--device-map", help="passed to transformers, such as auto (default: one GPU, else the CPU)")
+    segments = top.add_argument_group("BF16 segments")
+    segments.add_argument("--sink", type=int, default=64, help="tokens at the start (%(default)s)")
+    segments.add_argument("--recent", type=int, default=256, help="tokens at the end (%(default)s)")
+    recipe = top.add_argument_group("method", "each option replaces what the preset says")
+    recipe.add_argument("--preset", default="default", choices=tuple(PRESETS),
+                        help="default: what measures best; reference: the OSCAR paper exactly")
+    for name, legal in CHOICES.items():
+        recipe.add_argument(_flag(name), type=type(legal[0]), choices=legal)
+    recipe.add_argument("--ridge", type=float, help="regularization of the queries' covariance")
+    recipe.add_argument("--key-constant", type=float, help="kappa or clip of keys (default: searched)")
+    recipe.add_argument("--value-constant", type=float, help="kappa or clip of values (default: searched)")
+    return top
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; 0, or 1 with one line on stderr when the run is refused."""
+    options = vars(parser().parse_args(arguments))
+    preset = PRESETS[options.pop("preset")]
+    changes = {field.name: options.pop(field.name) for field in fields(preset)}
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        recipe = replace(preset, **{name: value for name, value in changes.items() if value is not None})
+        from calib.calibrate import calibrate
+
+        result = calibrate(options.pop("model"), options.pop("output_dir"), recipe=recipe, **options)
+    except (OscarConfigError, OscarUnsupportedError, OscarArtifactError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(result.table())
+    print(f"artifact {result.artifact.artifact_id} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

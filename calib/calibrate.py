@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calibration run: load, collect, choose, check, write. A killed run goes on where it stopped."""
+
+import hashlib
+import json
+import math
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from calib.capture import intercept_attention
+from calib.data import load_documents, token_windows
+from calib.quantizer_search import LayerChoice, QuantizerSearch
+from calib.rotation import PRESETS, Recipe
+from calib.simulate import QuantizedCache, Segments
+from calib.statistics import Statistics
+from oscar_vllm.artifact import CONFIG_FILE, Artifact, model_geometry
+from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from triton_ops.layout import PAGE_TOKENS
+
+CHECKPOINT = "calibration_statistics.safetensors"
+"""Statistics of an unfinished run, in the output directory; removed when the artifact is written."""
+
+TOKENS_PER_DIMENSION = 16
+"""Fewest tokens per head dimension for a covariance whose small eigenvalues mean something."""
+
+_JUDGED = 128
+"""Token positions per held-out sample whose logits are compared, evenly spaced behind the first history."""
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """What `calibrate` returns: the artifact as written, and what each layer chose."""
+
+    artifact: Artifact
+    choices: dict[int, LayerChoice]
+    skipped: dict[int, str]
+
+    def table(self) -> str:
+        """Spectrum and errors per layer, as text."""
+        lines = [
+            "                key attention KL, nats           value output error           constants",
+            "layer  top 1/8  identity hadamard   chosen   identity hadamard   chosen      K      V",
+        ]
+        for index, choice in sorted(self.choices.items()):
+            keys = "".join(f"{choice.key_kl[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
+            values = "".join(f"{choice.value_error[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
+            constants = f"{choice.codec.key_quantizer.constant:7.2f}{choice.codec.value_quantizer.constant:7.2f}"
+            lines.append(f"{index:5d}  {choice.concentration:6.1%} {keys}  {values} {constants}")
+        lines += [f"{index:5d}  stays BF16: {reason}" for index, reason in sorted(self.skipped.items())]
+        figures = self.artifact.metrics["model"]
+        lines.append(
+            f"held-out text: KL to the exact model {figures['kl']:.5f} nats, same top token {figures['top1']:.2%}, "
+            f"perplexity {figures['perplexity']:.4f} (exact {figures['exact_perplexity']:.4f})"
+        )
+        return "\n".join(lines)
+
+
+def calibrate(
+    model: str | PreTrainedModel,
+    output_dir: str | Path,
+    *,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    dataset: str | None = None,
+    split: str = "train",
+    text_field: str = "text",
+    num_samples: int = 10,
+    held_out: int = 2,
+    max_length: int = 2048,
+    seed: int = 0,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    recipe: Recipe | None = None,
+    sink: int = 64,
+    recent: int = 256,
+    checkpoint_seconds: float = 30.0,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> CalibrationResult:
+    """Fit a model's codecs and write the artifact.
+
+    Args:
+        model: hub id or folder, or a loaded transformers model (then ``tokenizer`` is needed too).
+        output_dir: where the artifact goes; holds the statistics while the run lasts.
+        tokenizer: default: the model's own.
+        revision: hub revision of the model.
+        dataset: see `calib.data.load_documents`; also ``split`` and ``text_field``.
+        split: see dataset.
+        text_field: see dataset.
+        num_samples: samples for the statistics; held_out: further samples to choose constants and measure by.
+        held_out: see num_samples.
+        max_length: tokens per sample.
+        seed: which samples, and in which order.
+        dtype: of the model: ``"auto"`` is float32 on a CPU and the checkpoint's own elsewhere.
+        device_map: passed to transformers, such as ``"auto"``; default: one GPU if there is one, else the CPU.
+        recipe: how codecs are made; default: ``PRESETS["default"]``.
+        sink: BF16 tokens at the start; recent: at the end.
+        recent: see sink.
+        checkpoint_seconds: how often the statistics are saved.
+        overwrite: replace an artifact that is already there.
+        trust_remote_code: passed to transformers.
+
+    Raises:
+        OscarConfigError: an option, the text or the model's numbers are unusable.
+        OscarUnsupportedError: the model cannot be served with an INT2 cache.
+
+    """
+    recipe = recipe or PRESETS["default"]
+    output_dir = Path(output_dir)
+    _check_options(output_dir, num_samples, held_out, max_length, sink, recent, overwrite)
+    segments = Segments(sink, recent)
+    load = {"revision": revision, "trust_remote_code": trust_remote_code}
+    name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+    config = AutoConfig.from_pretrained(model, **load) if isinstance(model, str) else model.config
+    geometry = model_geometry(config)
+    needed = TOKENS_PER_DIMENSION * geometry["head_size"]
+    if num_samples * (max_length - sink) < needed:
+        raise OscarConfigError(
+            f"{num_samples} samples of {max_length} tokens are too few for a stable covariance at head size "
+            f"{geometry['head_size']}: {needed} tokens behind the sink are needed; raise --num-samples or --max-length"
+        )
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(name, **load)
+    documents = load_documents(dataset, split=split, text_field=text_field, seed=seed)
+    windows = token_windows(documents, tokenizer, count=num_samples + held_out, length=max_length, seed=seed)
+    samples, judged = windows[: len(windows) - held_out], windows[len(windows) - held_out :]
+    if len(judged) < held_out or len(samples) * (max_length - sink) < needed:
+        raise OscarConfigError(
+            f"dataset {dataset or 'bundled'} gives {len(windows)} samples of {max_length} tokens; at least "
+            f"{held_out + math.ceil(needed / (max_length - sink))} are needed; give more text or lower --max-length"
+        )
+    if len(samples) < num_samples:
+        print(f"dataset {dataset or 'bundled'} holds {len(samples)} of {num_samples} samples", file=sys.stderr)
+    if isinstance(model, str):
+        model = _load_model(model, config, dtype, device_map, load)
+    _check_weights(model)
+    model.eval()
+
+    started = time.monotonic()
+    settings = _settings(name, config, model.dtype, windows, sink)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint = output_dir / CHECKPOINT
+    with torch.inference_mode():
+        statistics, skipped = _collect(model, samples, settings, sink, checkpoint, checkpoint_seconds)
+        choices, exact = _search(model, judged, statistics, recipe, segments)
+        codecs = {index: choice.codec for index, choice in choices.items()}
+        figures = _judge(model, judged, QuantizedCache(codecs, segments), exact, segments)
+    artifact = Artifact(
+        layers=codecs,
+        geometry=geometry,
+        model=name,
+        revision=revision or getattr(config, "_commit_hash", None),
+        sink=sink,
+        recent=recent,
+        method=recipe.describe(),
+        calibration={
+            "dataset": dataset or "bundled",
+            "samples": len(samples),
+            "held_out_samples": len(judged),
+            "max_length": max_length,
+            "tokens": len(samples) * max_length,
+            "seed": seed,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
+            "skipped_layers": {str(index): reason for index, reason in skipped.items()},
+        },
+        metrics={"model": figures} | {str(index): choice.metrics() for index, choice in choices.items()},
+    )
+    artifact.save(output_dir)
+    result = CalibrationResult(artifact, choices, skipped)
+    (output_dir / "README.md").write_text(_model_card(result, time.monotonic() - started), encoding="utf-8")
+    checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def _check_options(
+    output_dir: Path, num_samples: int, held_out: int, max_length: int, sink: int, recent: int, overwrite: bool
+) -> None:
+    if num_samples < 1 or held_out < 1:
+        raise OscarConfigError(f"num_samples={num_samples}, held_out={held_out}: at least one of each is needed")
+    if not 0 <= sink <= PAGE_TOKENS:
+        raise OscarConfigError(f"sink={sink} is out of range; use 0 to {PAGE_TOKENS}")
+    if recent < PAGE_TOKENS or recent % 16:
+        raise OscarConfigError(f"recent={recent} must be a multiple of 16 and at least {PAGE_TOKENS}")
+    shortest = sink + recent + 2 * PAGE_TOKENS
+    if max_length < shortest:
+        raise OscarConfigError(
+            f"max_length={max_length} leaves no history behind {sink} sink and {recent} recent tokens; use at least {shortest}"
+        )
+    if (output_dir / CONFIG_FILE).exists() and not overwrite:
+        raise OscarConfigError(f"{output_dir} already holds an artifact; choose another folder or pass --overwrite")
+
+
+def _load_model(model: str, config: Any, dtype: str, device_map: str | None, load: dict[str, Any]) -> PreTrainedModel:
+    if device_map is None:
+        device_map = "cuda" if torch.cuda.is_available() else None
+    if dtype == "auto" and device_map in (None, "cpu"):
+        dtype = "float32"
+    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, device_map=device_map, **load)
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.device.type != "meta" and not parameter.isfinite().all():
+            raise OscarConfigError(f"weight {name} holds non-finite values; fetch the model anew")
+
+
+def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor], sink: int) -> dict[str, Any]:
+    """What the statistics depend on, for `Statistics.settings`."""
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(window.numpy().tobytes())
+    return {
+        "model": name,
+        "revision": getattr(config, "_commit_hash", None),
+        "geometry": model_geometry(config),
+        "dtype": str(dtype),
+        "windows": digest.hexdigest(),
+        "sink": sink,
+    }
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    return model.get_input_embeddings().weight.device
+
+
+def _collect(
+    model: PreTrainedModel,
+    samples: list[Tensor],
+    settings: dict[str, Any],
+    sink: int,
+    checkpoint: Path,
+    checkpoint_seconds: float,
+) -> tuple[Statistics, dict[int, str]]:
+    """Statistics over the samples, and the layers that were left out; goes on from a checkpoint that fits."""
+    statistics = Statistics(sink, settings)
+    if checkpoint.exists():
+        saved = Statistics.load(checkpoint)
+        if saved.settings == json.loads(json.dumps(settings)):
+            statistics = saved
+            print(f"resuming after {saved.samples} of {len(samples)} samples", file=sys.stderr)
+        else:
+            print(f"{checkpoint} belongs to other settings; starting anew", file=sys.stderr)
+    saved_at = time.monotonic()
+    with intercept_attention(model, statistics.observe) as interception:
+        progress = tqdm(total=len(samples), initial=statistics.samples, desc="statistics", unit="sample")
+        with progress:
+            for sample in samples[statistics.samples :]:
+                _forward(model, sample)
+                statistics.samples += 1
+                progress.update()
+                if time.monotonic() - saved_at >= checkpoint_seconds:
+                    statistics.save(checkpoint)
+                    saved_at = time.monotonic()
+    statistics.save(checkpoint)
+    if not statistics.layers:
+        raise OscarUnsupportedError(
+            f"{type(model).__name__} sent no full-attention layer through transformers' attention interface"
+            + (f"; left out: {interception.skipped}" if interception.skipped else "")
+        )
+    return statistics, interception.skipped
+
+
+def _forward(model: PreTrainedModel, sample: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits [1, n, vocabulary] of some positions (default: the last one only)."""
+    keep: Any = 1 if positions is None else positions
+    return model(sample[None].to(_device(model)), use_cache=False, logits_to_keep=keep).logits
+
+
+def _positions(length: int, segments: Segments) -> Tensor:
+    first = segments.sink + segments.recent
+    return torch.linspace(first, length - 2, min(_JUDGED, length - 1 - first)).long()
+
+
+def _log_probabilities(model: PreTrainedModel, sample: Tensor, segments: Segments) -> Tensor:
+    logits = _forward(model, sample, _positions(len(sample), segments))[0]
+    return logits.float().log_softmax(-1).cpu()
+
+
+def _search(
+    model: PreTrainedModel, judged: list[Tensor], statistics: Statistics, recipe: Recipe, segments: Segments
+) -> tuple[dict[int, LayerChoice], list[Tensor]]:
+    """The best constants per layer, and the exact model's log-probabilities on the same samples."""
+    search = QuantizerSearch(statistics, recipe, segments)
+    with intercept_attention(model, search):
+        exact = [
+            _log_probabilities(model, sample, segments) for sample in tqdm(judged, desc="constants", unit="sample")
+        ]
+    return search.choose(), exact
+
+
+def _judge(
+    model: PreTrainedModel, judged: list[Tensor], cache: QuantizedCache, exact: list[Tensor], segments: Segments
+) -> dict[str, float]:
+    """Divergence of the model with the quantized cache from the exact one."""
+    kl, top1, loss, exact_loss = [], [], [], []
+    with intercept_attention(model, cache):
+        for sample, expected in zip(tqdm(judged, desc="checking", unit="sample"), exact, strict=True):
+            actual = _log_probabilities(model, sample, segments)
+            following = sample[_positions(len(sample), segments) + 1][:, None]
+            kl.append((expected.exp() * (expected - actual)).sum(-1))
+            top1.append((expected.argmax(-1) == actual.argmax(-1)).float())
+            loss.append(-actual.gather(1, following))
+            exact_loss.append(-expected.gather(1, following))
+    return {
+        "kl": float(torch.cat(kl).mean()),
+        "top1": float(torch.cat(top1).mean()),
+        "perplexity": math.exp(torch.cat(loss).mean()),
+        "exact_perplexity": math.exp(torch.cat(exact_loss).mean()),
+    }
+
+
+def _model_card(result: CalibrationResult, seconds: float) -> str:
+    artifact = result.artifact
+    calibration = artifact.calibration
+    method = "\n".join(f"| {name} | {value} |" for name, value in artifact.method.items())
+    return f"""---
+base_model: {artifact.model}
+library_name: vllm
+tags: [kv-cache, quantization, oscar]
+---
+# INT2 KV-cache constants for {artifact.model}
+
+Constants for serving `{artifact.model}` with a 2-bit KV cache in vLLM through the plugin oscar-vllm. No model weights.
+
+    vllm serve {artifact.model} --kv-cache-dtype oscar_int2 --additional-config '{{"oscar": {{"artifact": "<this folder>"}}}}'
+
+* Artifact id `{artifact.artifact_id}`, model fingerprint `{artifact.fingerprint}`, {len(artifact.layers)} layers.
+* {artifact.sink} sink and {artifact.recent} recent tokens stay BF16.
+* Statistics over {calibration["tokens"]} tokens ({calibration["samples"]} samples of {calibration["max_length"]}) of
+  dataset `{calibration["dataset"]}`, seed {calibration["seed"]}, {calibration["dtype"]}; {seconds:.0f} s.
+
+| choice | value |
+|---|---|
+{method}
+
+Measured on {calibration["held_out_samples"]} samples that the statistics do not hold. Key columns: divergence of the
+attention weights; value columns: squared error of the attention output over its square.
+
+```
+{result.table()}
+```
+"""

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch or replace the attention of a transformers model, without code for any particular model.
+
+transformers sends every decoder's post-RoPE queries, keys and values through a function named in the model's
+configuration. `intercept_attention` names one of ours for the length of a ``with`` block:
+
+    with intercept_attention(model, handler) as interception:
+        model(input_ids, use_cache=False)
+
+Layers with a sliding window never reach the handler: they keep their BF16 cache.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+
+_NAME = "oscar_intercept"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention over one batch of whole sequences (no earlier cache).
+
+    Attributes:
+        layer: index of the decoder layer.
+        query: [B, Hq, T, d], after normalisation and rotary embedding.
+        key: [B, H, T, d], likewise; Hq is a multiple of H.
+        value: [B, H, T, d].
+        scaling: factor on the logits.
+        softcap: ``softcap * tanh(logit / softcap)`` is applied to the logits, None = off.
+        module: the attention module.
+        mask: what transformers passes on: None for plain causal attention.
+
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    softcap: float | None
+    module: nn.Module
+    mask: Tensor | None
+
+    def attend(self) -> Tensor:
+        """Exact causal attention, [B, Hq, T, d] in the model's dtype."""
+        if self.softcap is None:
+            output, _ = sdpa_attention_forward(
+                self.module, self.query, self.key, self.value, self.mask, scaling=self.scaling, is_causal=True
+            )
+            return output.transpose(1, 2)
+        group = self.query.shape[1] // self.key.shape[1]
+        logits = self.query.float() @ self.key.repeat_interleave(group, 1).float().transpose(-1, -2) * self.scaling
+        logits = self.softcap * torch.tanh(logits / self.softcap)
+        causal = self.mask
+        if causal is None:
+            causal = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+        weights = logits.masked_fill(~causal, -torch.inf).softmax(-1).to(self.value.dtype)
+        return weights @ self.value.repeat_interleave(group, 1)
+
+
+Handler = Callable[[AttentionCall], Tensor]
+"""Receives a layer's call, returns the attention output [B, Hq, T, d] the model goes on with."""
+
+
+@dataclass
+class Interception:
+    """What was seen so far. ``layers``: indices that reached the handler; ``skipped``: index -> reason."""
+
+    layers: set[int] = field(default_factory=set)
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+@contextmanager
+def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[Interception]:
+    """Send every full-attention layer of ``model`` through ``handler`` inside the ``with`` block.
+
+    The attention function in force before is restored on leaving, also after an exception. Works for models spread
+    over devices: tensors arrive on the layer's device.
+
+    Raises:
+        OscarConfigError: another interception is active.
+        OscarUnsupportedError: a layer needs something that an INT2 page cannot hold (attention sinks as logits,
+            keys and values of different head sizes).
+
+    """
+    if _NAME in AttentionInterface._global_mapping:
+        raise OscarConfigError("the attention of a model is intercepted already; leave that `with` block first")
+    seen = Interception()
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        name = f"layer {layer} ({type(module).__name__})"
+        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+            raise OscarUnsupportedError(f"{name} adds learned attention sinks or position biases; not supported")
+        if key.shape[-1] != value.shape[-1]:
+            raise OscarUnsupportedError(
+                f"{name} has keys of size {key.shape[-1]} and values of size {value.shape[-1]} (latent attention?); "
+                "an INT2 page needs equal sizes"
+            )
+        scaling = kwargs.get("scaling")
+        call = AttentionCall(
+            layer=-1 if layer is None else layer,
+            query=query,
+            key=key,
+            value=value,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"),
+            module=module,
+            mask=attention_mask,
+        )
+        if layer is None or not getattr(module, "is_causal", True):
+            return call.attend().transpose(1, 2).contiguous(), None
+        if kwargs.get("sliding_window") is not None:
+            seen.skipped[layer] = f"sliding window of {kwargs['sliding_window']} tokens"
+            return call.attend().transpose(1, 2).contiguous(), None
+        seen.layers.add(layer)
+        return handler(call).transpose(1, 2).contiguous(), None
+
+    config = model.config
+    before = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            before[name] = getattr(config, name)._attn_implementation
+    try:
+        AttentionInterface.register(_NAME, attention)
+        AttentionMaskInterface.register(_NAME, sdpa_mask)
+        model.set_attn_implementation(_NAME)
+        yield seen
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(_NAME, None)
+        AttentionMaskInterface._global_mapping.pop(_NAME, None)

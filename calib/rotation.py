@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a layer's statistics to its codec: bases U·H·P, the query-whitened key basis, bits by spectrum.
+
+Two ways to store keys (method.md section 2 and 3):
+
+* ``allocation="uniform"``: an orthogonal rotation, two bits for every direction.
+* ``allocation="spectral"``: coordinates in which an error of one is a logit error of one and keys are uncorrelated;
+  directions get 0 to ``max_bits`` bits by their variance, 2 d in all.
+
+Values always use a rotation: their spectrum is flat, and a dropped direction would be a bias that averaging over
+tokens does not remove.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from calib.statistics import LayerStatistics
+from oscar_vllm.errors import OscarConfigError
+from triton_ops.codec import (
+    LayerCodec,
+    Quantizer,
+    allocate_bits,
+    bit_reversal,
+    hadamard,
+    rotation_codec,
+    spectral_codec,
+)
+
+CHOICES: dict[str, tuple] = {
+    "granularity": ("head", "layer"),
+    "composition": ("identity", "H", "U", "UH", "UHP"),
+    "key_target": ("query", "key"),
+    "value_target": ("output", "mean_field", "value"),
+    "allocation": ("spectral", "uniform"),
+    "max_bits": (2, 4, 6, 8),
+    "zero": ("page", "token"),
+    "quantizer": ("gauss", "minmax"),
+    "centre": ("none", "keys", "values", "both"),
+}
+"""Legal values of the fields of `Recipe`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every choice that shapes a codec; the defaults are what measures best.
+
+    Attributes:
+        granularity: one basis per KV ``"head"`` or one per ``"layer"`` (statistics averaged over the heads).
+        composition: rotation of values, and of keys with uniform allocation. U: eigenvectors of the target, ascending;
+            H: Hadamard; P: bit-reversed order, which changes nothing while one scale covers a whole row.
+        key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
+        value_target: U of values from the attention output's moment, from its mean-field stand-in, or from the values.
+        allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
+        max_bits: most bits of a direction with spectral allocation.
+        ridge: multiple of M_Q's mean diagonal that is added to it before whitening.
+        zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
+        quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
+        centre: calibrated means to subtract; keys only with ``zero="token"``.
+        key_constant: the quantizer's constant for keys; None: searched per layer on held-out text.
+        value_constant: likewise for values.
+
+    """
+
+    granularity: Literal["head", "layer"] = "head"
+    composition: Literal["identity", "H", "U", "UH", "UHP"] = "UH"
+    key_target: Literal["query", "key"] = "query"
+    value_target: Literal["output", "mean_field", "value"] = "output"
+    allocation: Literal["spectral", "uniform"] = "spectral"
+    max_bits: int = 4
+    ridge: float = 1e-4
+    zero: Literal["page", "token"] = "page"
+    quantizer: Literal["gauss", "minmax"] = "gauss"
+    centre: Literal["none", "keys", "values", "both"] = "none"
+    key_constant: float | None = None
+    value_constant: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, legal in CHOICES.items():
+            if getattr(self, name) not in legal:
+                raise OscarConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {legal}")
+        if not 0.0 < self.ridge < 1.0:
+            raise OscarConfigError(f"ridge={self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
+        if self.allocation == "spectral" and self.zero != "page":
+            raise OscarConfigError("allocation='spectral' needs zero='page'; add --allocation uniform or --zero page")
+        if self.zero == "page" and self.quantizer != "gauss":
+            raise OscarConfigError(f"quantizer={self.quantizer!r} needs zero='token'; add --zero token")
+        if self.zero == "page" and self.centre in ("keys", "both"):
+            raise OscarConfigError("centre='keys' has no effect with zero='page', which subtracts the page's own mean")
+
+    def describe(self) -> dict[str, Any]:
+        """The choices as plain values, for the artifact."""
+        return asdict(self)
+
+
+PRESETS = {
+    "default": Recipe(),
+    # arXiv 2605.17757 and its public code: one rotation per layer, K from M_Q, V from the mean-field moment.
+    "reference": Recipe(
+        granularity="layer",
+        composition="UHP",
+        value_target="mean_field",
+        allocation="uniform",
+        zero="token",
+        quantizer="minmax",
+        key_constant=0.96,
+        value_constant=0.92,
+    ),
+}
+
+
+def _pool(moment: Tensor, granularity: str) -> Tensor:
+    return moment if granularity == "head" else moment.mean(0, keepdim=True).expand_as(moment)
+
+
+def rotation(target: Tensor, *, composition: str, granularity: str = "head") -> Tensor:
+    """Orthogonal matrices [H, d, d] float64 for ``x @ rotation``.
+
+    Args:
+        target: [H, d, d] symmetric; its eigenvectors are U.
+        composition: ``"identity"``, ``"H"``, ``"U"``, ``"UH"`` or ``"UHP"``.
+        granularity: ``"head"`` or ``"layer"``.
+
+    """
+    size = target.shape[-1]
+    matrix = torch.eye(size, dtype=torch.float64).expand_as(target)
+    if "U" in composition:
+        matrix = torch.linalg.eigh(_pool(target.double(), granularity)).eigenvectors
+    if "H" in composition:
+        matrix = matrix @ hadamard(size)
+    return matrix[..., bit_reversal(size)] if "P" in composition else matrix
+
+
+def whitened_basis(query_covariance: Tensor, key_covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates in which queries are white and keys uncorrelated, most important direction first.
+
+    With M the query covariance (plus the ridge), A = M^(1/2) and A Σ A = V Λ V^T: keys become k A V, queries q A^-1 V.
+
+    Args:
+        query_covariance: [H, d, d] M_Q.
+        key_covariance: [H, d, d] Σ.
+        ridge: see `Recipe`.
+
+    Returns:
+        (T [H, d, d], T^-1 [H, d, d], variance [H, d]): keys are ``k @ T``, queries ``q @ T^-T``; all float64.
+
+    """
+    m = query_covariance.double()
+    diagonal = m.diagonal(dim1=1, dim2=2).mean(1)
+    m = m + ridge * diagonal[:, None, None] * torch.eye(m.shape[-1], dtype=torch.float64)
+    eigenvalues, vectors = torch.linalg.eigh(m)
+    eigenvalues = eigenvalues.clamp_min(1e-12 * eigenvalues.amax(1, keepdim=True))[:, None]
+    root = vectors * eigenvalues.sqrt() @ vectors.mT
+    inverse_root = vectors * eigenvalues.rsqrt() @ vectors.mT
+    variance, basis = torch.linalg.eigh(root @ key_covariance.double() @ root)
+    basis = basis.flip(2)
+    return root @ basis, basis.mT @ inverse_root, variance.flip(1).clamp_min(0)
+
+
+def layer_codec(statistics: LayerStatistics, recipe: Recipe, key_constant: float, value_constant: float) -> LayerCodec:
+    """The codec of one layer for given quantizer constants (the recipe's own constants are not looked at)."""
+    value_target = {
+        "output": statistics.output_moment,
+        "mean_field": statistics.mean_field_moment,
+        "value": statistics.value_moment,
+    }[recipe.value_target]
+    value = {
+        "value_rotation": rotation(value_target, composition=recipe.composition, granularity=recipe.granularity),
+        "value_quantizer": Quantizer(recipe.quantizer, value_constant),
+        "value_mean": statistics.value_mean if recipe.centre in ("values", "both") else None,
+    }
+    if recipe.allocation == "spectral":
+        directions, inverse, variance = key_basis(statistics, recipe)
+        bits = torch.stack([allocate_bits(row, 2 * row.shape[0], recipe.max_bits) for row in variance])
+        return spectral_codec(directions, inverse, variance, bits, kappa=key_constant, **value)
+    target = statistics.query_covariance if recipe.key_target == "query" else statistics.key_moment
+    return rotation_codec(
+        rotation(target, composition=recipe.composition, granularity=recipe.granularity),
+        zero=recipe.zero,
+        key_quantizer=Quantizer(recipe.quantizer, key_constant),
+        key_mean=statistics.key_mean if recipe.centre in ("keys", "both") else None,
+        **value,
+    )
+
+
+def key_basis(statistics: LayerStatistics, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+    """`whitened_basis` of a layer; with granularity ``"layer"`` every head gets the same."""
+    return whitened_basis(
+        _pool(statistics.query_covariance, recipe.granularity),
+        _pool(statistics.page_covariance, recipe.granularity),
+        recipe.ridge,
+    )
+
+
+def data_free(recipe: Recipe, composition: str) -> Recipe:
+    """The recipe that stores every direction alike in a fixed basis: what the chosen codec is compared with."""
+    return replace(recipe, composition=composition, allocation="uniform")
+
+
+def spectrum_concentration(statistics: LayerStatistics, recipe: Recipe) -> float:
+    """Share of the logit's variance in the first eighth of the key directions, mean over KV heads (1/8 = flat)."""
+    _, _, variance = key_basis(statistics, recipe)
+    return float((variance[:, : variance.shape[1] // 8].sum(1) / variance.sum(1)).mean())

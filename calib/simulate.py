@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a quantized cache inside transformers, with the ops that the server uses.
+
+A query at position q reads tokens t with sink <= t <= q - recent from INT2 pages (`triton_ops.reference` encodes and
+decodes them) and all others exactly. A history token's page is always complete because recent >= 128.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from calib.capture import AttentionCall
+from triton_ops.codec import LayerCodec
+from triton_ops.layout import PAGE_TOKENS
+from triton_ops.reference import decode_keys, decode_values, encode_keys, encode_values
+
+_MAX_LOGITS = 1 << 25
+"""Logits held at a time; longer samples are attended in blocks of queries."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """BF16 tokens at the start (``sink``) and at the end (``recent``, the query's own token included)."""
+
+    sink: int = 64
+    recent: int = 256
+
+    def history(self, positions: Tensor, length: int) -> Tensor:
+        """[n, length] bool: what queries at ``positions`` [n] read from pages."""
+        token = torch.arange(length, device=positions.device)
+        return (token >= self.sink) & (token <= positions[:, None] - self.recent)
+
+
+def _pages(rows: Tensor) -> Tensor:
+    """[H, T, d] -> the complete pages [P, H, 128, d]."""
+    whole = rows.shape[1] // PAGE_TOKENS * PAGE_TOKENS
+    return rearrange(rows[:, :whole], "h (p t) d -> p h t d", t=PAGE_TOKENS)
+
+
+def _replace_pages(rows: Tensor, pages: Tensor) -> Tensor:
+    """``rows`` [H, T, d] with the complete pages replaced; the incomplete page stays exact. float32."""
+    pages = rearrange(pages, "p h t d -> h (p t) d")
+    return torch.cat([pages, rows[:, pages.shape[1] :].float()], 1)
+
+
+def quantized_keys(key: Tensor, codec: LayerCodec, sink: int) -> Tensor:
+    """Keys [H, T, d] of one sequence as a query would find them in pages; sink tokens are not meaningful. float32."""
+    pages = _pages(key)
+    position = torch.arange(pages.shape[0] * PAGE_TOKENS, device=key.device).view(-1, PAGE_TOKENS)
+    return _replace_pages(key, decode_keys(encode_keys(pages, position >= sink, codec), codec))
+
+
+def quantized_values(value: Tensor, codec: LayerCodec) -> Tensor:
+    """Values [H, T, d] of one sequence as a query would find them in pages. float32."""
+    return _replace_pages(value, decode_values(encode_values(_pages(value), codec), codec))
+
+
+def grouped_logits(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
+    """[H, G, n, T] float32 scaled (and capped) logits of ``query`` [Hq, n, d] and ``key`` [H, T, d]."""
+    query = rearrange(query.float(), "(h g) n d -> h g n d", h=key.shape[0])
+    logits = query @ key.float().mT[:, None] * call.scaling
+    return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
+
+
+def segmented_attention(call: AttentionCall, codec: LayerCodec, segments: Segments) -> Tensor:
+    """Attention output [B, Hq, T, d] of a layer whose history is read from pages, in the model's dtype."""
+    outputs = []
+    for query, key, value in zip(call.query, call.key, call.value, strict=True):
+        length = key.shape[1]
+        key_pages, value_pages = quantized_keys(key, codec, segments.sink), quantized_values(value, codec)
+        rows = max(1, _MAX_LOGITS // (query.shape[0] * length))
+        blocks = []
+        for position in torch.arange(length, device=query.device).split(rows):
+            history = segments.history(position, length)
+            block = query[:, position]
+            logits = torch.where(history, grouped_logits(block, key_pages, call), grouped_logits(block, key, call))
+            future = torch.arange(length, device=query.device) > position[:, None]
+            weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
+            output = (weights * ~history) @ value.float()[:, None] + (weights * history) @ value_pages[:, None]
+            blocks.append(rearrange(output, "h g n d -> (h g) n d"))
+        outputs.append(torch.cat(blocks, 1))
+    return torch.stack(outputs).to(call.query.dtype)
+
+
+class QuantizedCache:
+    """Handler for `intercept_attention`: every layer with a codec reads its history from pages.
+
+    Attributes:
+        codecs: layer index -> codec; other layers attend exactly.
+        segments: the BF16 windows.
+
+    """
+
+    def __init__(self, codecs: Mapping[int, LayerCodec], segments: Segments) -> None:
+        self.codecs = dict(codecs)
+        self.segments = segments
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        codec = self.codecs.get(call.layer)
+        if codec is None:
+            return call.attend()
+        device = call.query.device
+        if codec.key_mean.device != device:
+            codec = self.codecs[call.layer] = codec.to(device)
+        return segmented_attention(call, codec, self.segments)

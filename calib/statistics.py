@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming second moments of queries, keys, values and attention outputs, in float64.
+
+Sums only: no activation is kept, and memory does not depend on the number of samples. A statistics object can be
+saved after any sample and loaded to go on, which gives bit for bit what an uninterrupted run gives.
+"""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.capture import AttentionCall
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError
+from triton_ops.layout import PAGE_TOKENS
+
+
+@dataclass
+class LayerStatistics:
+    """Sums over the tokens of one layer, sink tokens left out. H KV heads, G query heads each; float64 on the CPU.
+
+    Attributes:
+        tokens: [1] tokens summed.
+        queries: [1] query vectors summed per KV head (tokens * G).
+        query_moment: [H, d, d] sum of q^T q over a KV head's whole group.
+        key_sum: [H, d]; key_moment: [H, d, d] sum of k^T k.
+        page_moment: [H, d, d] sum of (k - m)^T (k - m), m the mean key of the token's 128-token page.
+        value_sum: [H, d]; value_moment: [H, d, d].
+        output_moment: [H, d, d] sum of o^T o over the group, o the attention output: (S V)^T (S V).
+        mean_field_moment: [H, d, d] sum of w_t v_t^T v_t, w_t = k_t M_Q k_t^T scaled to mean 1 in each sample
+            (M_Q of that sample): the published stand-in for output_moment.
+
+    """
+
+    tokens: Tensor
+    queries: Tensor
+    query_moment: Tensor
+    key_sum: Tensor
+    key_moment: Tensor
+    page_moment: Tensor
+    value_sum: Tensor
+    value_moment: Tensor
+    output_moment: Tensor
+    mean_field_moment: Tensor
+
+    @classmethod
+    def zeros(cls, heads: int, head_size: int) -> "LayerStatistics":
+        def zeros(name: str) -> Tensor:
+            if name in ("tokens", "queries"):
+                return torch.zeros(1, dtype=torch.float64)
+            shape = (heads, head_size) if name.endswith("_sum") else (heads, head_size, head_size)
+            return torch.zeros(shape, dtype=torch.float64)
+
+        return cls(**{field.name: zeros(field.name) for field in fields(cls)})
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key_sum.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        return self.key_sum.shape[1]
+
+    @property
+    def key_mean(self) -> Tensor:
+        """[H, d]."""
+        return self.key_sum / self.tokens
+
+    @property
+    def value_mean(self) -> Tensor:
+        """[H, d]."""
+        return self.value_sum / self.tokens
+
+    @property
+    def query_covariance(self) -> Tensor:
+        """M_Q, [H, d, d], not centred."""
+        return self.query_moment / self.queries
+
+    @property
+    def key_covariance(self) -> Tensor:
+        """[H, d, d], about the mean key."""
+        return self.key_moment / self.tokens - self.key_mean[:, :, None] * self.key_mean[:, None, :]
+
+    @property
+    def page_covariance(self) -> Tensor:
+        """[H, d, d], about each page's own mean key."""
+        return self.page_moment / self.tokens
+
+    def update(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sink: int) -> None:
+        """Add one sample.
+
+        Args:
+            query: [Hq, T, d]; output: [Hq, T, d].
+            key: [H, T, d]; value: [H, T, d].
+            sink: the first tokens to leave out.
+
+        """
+        heads, length, _ = key.shape
+        query = rearrange(query[:, sink:].double(), "(h g) t d -> h (g t) d", h=heads)
+        output = rearrange(output[:, sink:].double(), "(h g) t d -> h (g t) d", h=heads)
+        key, value = key[:, sink:].double(), value[:, sink:].double()
+        page = (torch.arange(sink, length, device=key.device) // PAGE_TOKENS) - sink // PAGE_TOKENS
+        counts = torch.bincount(page)
+        page_mean = key.new_zeros(heads, len(counts), key.shape[-1]).index_add_(1, page, key) / counts[:, None]
+        centred = key - page_mean[:, page]
+        query_moment = query.mT @ query
+        weight = torch.einsum("htd,hde,hte->ht", key, query_moment, key)
+        weight = weight / weight.mean(1, keepdim=True)
+        sums = {
+            "tokens": torch.tensor([float(key.shape[1])]),
+            "queries": torch.tensor([float(query.shape[1])]),
+            "query_moment": query_moment,
+            "key_sum": key.sum(1),
+            "key_moment": key.mT @ key,
+            "page_moment": centred.mT @ centred,
+            "value_sum": value.sum(1),
+            "value_moment": value.mT @ value,
+            "output_moment": output.mT @ output,
+            "mean_field_moment": value.mT @ (value * weight[:, :, None]),
+        }
+        for name, update in sums.items():
+            getattr(self, name).add_(update.to("cpu", torch.float64))
+
+
+class Statistics:
+    """Every layer's sums, the samples they hold and the settings they were collected with.
+
+    Attributes:
+        sink: tokens left out at the start of every sample.
+        settings: what the sums depend on (model, texts, seed, …); compared when a run is resumed.
+        samples: samples summed so far.
+        layers: layer index -> `LayerStatistics`.
+
+    """
+
+    def __init__(self, sink: int, settings: dict | None = None) -> None:
+        self.sink = sink
+        self.settings = settings or {}
+        self.samples = 0
+        self.layers: dict[int, LayerStatistics] = {}
+
+    def observe(self, call: AttentionCall) -> Tensor:
+        """Handler for `intercept_attention`: add the call's samples, return the exact attention output.
+
+        Raises:
+            OscarConfigError: a query, key, value or output is not finite; the message names the layer.
+
+        """
+        output = call.attend()
+        for name in ("query", "key", "value", "output"):
+            tensor = output if name == "output" else getattr(call, name)
+            if not bool(torch.isfinite(tensor).all()):
+                raise OscarConfigError(
+                    f"layer {call.layer}: the {name} holds non-finite values in sample {self.samples} "
+                    f"({tensor.dtype}); calibrate with --dtype float32, and check the model's weights"
+                )
+        heads, head_size = call.key.shape[1], call.key.shape[3]
+        layer = self.layers.setdefault(call.layer, LayerStatistics.zeros(heads, head_size))
+        for sample in zip(call.query, call.key, call.value, output, strict=True):
+            layer.update(*sample, sink=self.sink)
+        return output
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to ``path`` (safetensors); an interrupted write leaves the earlier file in place."""
+        path = Path(path)
+        tensors = {
+            f"layers.{index}.{field.name}": getattr(layer, field.name).contiguous()
+            for index, layer in self.layers.items()
+            for field in fields(layer)
+        }
+        state = {"sink": self.sink, "samples": self.samples, "settings": self.settings}
+        partial = path.with_name(path.name + ".partial")
+        save_file(tensors, partial, metadata={"oscar_statistics": json.dumps(state)})
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Statistics":
+        """Read what `save` wrote.
+
+        Raises:
+            OscarArtifactError: the file is damaged or no statistics file.
+
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                state = json.loads(file.metadata()["oscar_statistics"])
+                tensors: dict[int, dict[str, Tensor]] = {}
+                for name in file.keys():  # noqa: SIM118
+                    _, index, field = name.split(".")
+                    tensors.setdefault(int(index), {})[field] = file.get_tensor(name)
+            statistics = cls(state["sink"], state["settings"])
+            statistics.samples = state["samples"]
+            statistics.layers = {index: LayerStatistics(**tensors[index]) for index in sorted(tensors)}
+        except Exception as error:
+            raise OscarArtifactError(f"{path} is no readable statistics file ({error}); delete it to start anew") from error
+        return statistics
