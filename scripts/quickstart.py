@@ -53,7 +53,7 @@ def run_engine(job: dict, result_path: Path) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(job["model"], **job["engine"])
-    result = {}
+    result: dict = {}
     if job["generate_from"]:
         params = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
         started = time.perf_counter()

@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of several tests share the cores; two ranks need no NUMA nodes
 }
 
 
@@ -46,7 +47,7 @@ class Run:
 
 
 def environment(**changes: str) -> dict:
-    """The environment of an engine process. Thread binding is left to the test (engines share the cores)."""
+    """The environment of an engine process."""
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **changes}
 
 

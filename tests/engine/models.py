@@ -2,6 +2,8 @@
 """Small random models for the engine tests, written as Hugging Face directories."""
 
 import json
+import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,8 +66,8 @@ def config(geometry: Geometry) -> dict:
 def write_model(geometry: Geometry, directory: Path) -> Path:
     """Write config and weights under ``directory / geometry.name`` unless they are there; return that path.
 
-    Logits are spread over several units (``lm_head`` is scaled up), so that the greedy token does not hang
-    on the last bits of a float32 sum.
+    Attention logits have a standard deviation of about 3, so that single tokens matter even in long contexts, and
+    the vocabulary's logits of about 4, so that the greedy token does not hang on the last bits of a float32 sum.
     """
     path = directory / geometry.name
     if (path / "geometry.json").exists():
@@ -82,7 +84,7 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
     hidden, head = geometry.hidden, geometry.head_size
     query_width, kv_width = geometry.heads * head, geometry.kv_heads * head
     tensors = {
-        "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=0.05),
+        "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=0.5),
         "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": linear(VOCABULARY, hidden, 4.0),
     }
@@ -90,10 +92,10 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
         prefix = f"model.layers.{layer}."
         attention = prefix + "self_attn."
         tensors |= {
-            attention + "q_proj.weight": linear(query_width, hidden),
+            attention + "q_proj.weight": linear(query_width, hidden, 3.0),
             attention + "k_proj.weight": linear(kv_width, hidden),
             attention + "v_proj.weight": linear(kv_width, hidden),
-            attention + "o_proj.weight": linear(hidden, query_width, 4.0),
+            attention + "o_proj.weight": linear(hidden, query_width, 2.0),
             prefix + "mlp.gate_proj.weight": linear(2 * hidden, hidden),
             prefix + "mlp.up_proj.weight": linear(2 * hidden, hidden),
             prefix + "mlp.down_proj.weight": linear(hidden, 2 * hidden),
@@ -102,8 +104,8 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
         }
         if geometry.family == "qwen3":
             tensors |= {
-                attention + "q_norm.weight": torch.full((head,), 1.2),
-                attention + "k_norm.weight": torch.full((head,), 1.2),
+                attention + "q_norm.weight": torch.full((head,), 3.0),
+                attention + "k_norm.weight": torch.ones(head),
             }
         if geometry.family == "qwen2":
             tensors |= {
@@ -116,3 +118,15 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config(geometry), indent=1))
     (path / "geometry.json").write_text(json.dumps(asdict(geometry)))
     return path
+
+
+def prompts(lengths: Sequence[int], *, seed: int, prefix: Sequence[int] = ()) -> list[list[int]]:
+    """Random token ids, one prompt per length; prompts longer than ``prefix`` begin with it."""
+    generator = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(3, VOCABULARY) for _ in range(count)]
+
+    return [
+        [*prefix, *tokens(length - len(prefix))] if length > len(prefix) else tokens(length) for length in lengths
+    ]

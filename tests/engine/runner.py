@@ -119,6 +119,12 @@ class Runner:
             steps += 1
         return {str(index): finished[name] for index, name in enumerate(ids) if name in finished}
 
+    def counters(self) -> dict:
+        """vLLM's own counters since the start (the engine argument ``disable_log_stats`` must be False)."""
+        from vllm.v1.metrics.reader import Counter
+
+        return {metric.name: metric.value for metric in self.llm.get_metrics() if isinstance(metric, Counter)}
+
     def shapes(self) -> dict:
         """KV-cache groups of the engine: spec class, block size, page bytes, layers."""
         groups = self.scheduler.kv_cache_config.kv_cache_groups
