@@ -10,8 +10,12 @@ In a step, for every layer
     forward              attend   sink + recent from window blocks, the rest from pages, one softmax
 
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
+
+On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
+ones through `attend_prefill`. On a CPU, and for ``payload="float"``, the PyTorch reference does.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,15 +35,21 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from oscar_vllm.cache_spec import DTYPE, WINDOW_SUFFIX, SinkWindowSpec, history_layout
-from oscar_vllm.errors import OscarUnsupportedError
+from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
 from oscar_vllm.rotation import EngineSettings, engine_settings
 from triton_ops import reference
+from triton_ops.append import append
+from triton_ops.attend_decode import DecodeWorkspace, attend_decode
 from triton_ops.codec import LayerCodec
-from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES
+from triton_ops.demote import demote
+from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
+from triton_ops.prepare import prepare_query
+from triton_ops.schedule import MAX_QUERY_LEN, DecodeSchedule
 
 
 @dataclass
@@ -54,6 +64,9 @@ class OscarMetadata(AttentionMetadata):
         query_start_loc: [R + 1] int32.
         seq_lens: [R] int32, tokens of each request with this step's.
         block_table: [R, blocks] int32: page blocks for the history group, window blocks for the window group.
+        num_decodes: requests with short queries; they come first.
+        num_decode_tokens: their tokens.
+        schedule: work of the decode kernels; the window group's metadata on a GPU only.
 
     """
 
@@ -64,6 +77,9 @@ class OscarMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    schedule: DecodeSchedule | None
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
@@ -74,12 +90,22 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.impl: OscarImpl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        self.schedule: DecodeSchedule | None = None
+        if isinstance(kv_cache_spec, SinkWindowSpec) and self.impl.uses_kernels:
+            self.schedule = DecodeSchedule.allocate(
+                max_requests=vllm_config.scheduler_config.max_num_seqs,
+                multiprocessors=self.impl.workspace.multiprocessors,
+                device=device,
+            )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> OscarMetadata:
         common = common_attn_metadata
-        return OscarMetadata(
+        threshold = self.reorder_batch_threshold or 1
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, threshold)
+        metadata = OscarMetadata(
             num_actual_tokens=common.num_actual_tokens,
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
@@ -87,7 +113,29 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            schedule=self.schedule,
         )
+        if self.schedule is not None:
+            impl = self.impl
+            grid = impl.workspace.grid(
+                num_requests=num_decodes,
+                max_query_len=threshold if num_prefills else common.max_query_len,
+                num_query_heads=impl.num_heads,
+                num_kv_heads=impl.num_kv_heads,
+                head_size=impl.head_size,
+            )
+            self.schedule.update(
+                grid=grid,
+                query_start_loc=metadata.query_start_loc,
+                seq_lens=metadata.seq_lens,
+                window_table=metadata.block_table,
+                window_block_size=self.kv_cache_spec.block_size,
+                sink=impl.settings.options.sink,
+                recent=impl.settings.options.recent,
+            )
+        return metadata
 
 
 class OscarBackend(AttentionBackend):
@@ -181,8 +229,28 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         OscarImpl.last_vllm_config = vllm_config
         self.settings: EngineSettings = engine_settings(vllm_config)
         self.layout = history_layout(self.settings.options, head_size, vllm_config.model_config.dtype)
+        self.uses_kernels = current_platform.is_cuda() and isinstance(self.layout, PageLayout)
+        self._check_device(vllm_config)
+        self.max_requests = vllm_config.scheduler_config.max_num_seqs
+        self.max_query_len = 1 + vllm_config.num_speculative_tokens
         self.codec: LayerCodec
         self.window_name: str
+        self.workspace: DecodeWorkspace
+
+    def _check_device(self, vllm_config: Any) -> None:
+        if not current_platform.is_cuda():
+            return
+        if not self.uses_kernels and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            raise OscarConfigError('payload="float" on a GPU runs without CUDA graphs: add --enforce-eager')
+        if self.uses_kernels and vllm_config.model_config.dtype == torch.float32:
+            raise OscarUnsupportedError(
+                f"--kv-cache-dtype {DTYPE} on a GPU needs --dtype bfloat16 or float16, not float32"
+            )
+        if vllm_config.num_speculative_tokens >= MAX_QUERY_LEN:
+            raise OscarUnsupportedError(
+                f"--kv-cache-dtype {DTYPE} verifies at most {MAX_QUERY_LEN - 1} draft tokens a step, "
+                f"num_speculative_tokens is {vllm_config.num_speculative_tokens}"
+            )
 
     def attach(self, layer_name: str) -> None:
         """Take the layer's codec; called once the layer knows its name. A layer sharing another's cache uses its codec.
@@ -203,17 +271,22 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.codec = self.codec.to(current_platform.device_type)
+        if self.uses_kernels:
+            self.workspace = _decode_workspace(
+                self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.head_size
+            )
 
-    def _batch(self, kv_cache: torch.Tensor, metadata: OscarMetadata) -> dict[str, Any]:
-        """Arguments that demote and attend share."""
+    def _batch(self, kv_cache: torch.Tensor, metadata: OscarMetadata, requests: slice = slice(None)) -> dict[str, Any]:
+        """Arguments that demote and attend share, for some of the batch's requests."""
         window_metadata, _, windows, _ = get_attention_context(self.window_name)
+        last = metadata.num_reqs if requests.stop is None else requests.stop
         return {
             "pages": kv_cache.flatten(2),
             "windows": windows,
-            "page_table": metadata.block_table,
-            "window_table": window_metadata.block_table,
-            "query_start_loc": metadata.query_start_loc,
-            "seq_lens": metadata.seq_lens,
+            "page_table": metadata.block_table[requests],
+            "window_table": window_metadata.block_table[requests],
+            "query_start_loc": metadata.query_start_loc[requests.start : last + 1],
+            "seq_lens": metadata.seq_lens[requests],
             "codec": self.codec,
             "layout": self.layout,
             "sink": self.settings.options.sink,
@@ -229,13 +302,24 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     ) -> None:
         """Append the step's tokens to the window, then demote the pages they complete."""
         metadata, _, _, _ = get_attention_context(layer.layer_name)
-        _, _, windows, window_slots = get_attention_context(self.window_name)
-        if metadata is None or window_slots is None:
+        _, _, windows, slots = get_attention_context(self.window_name)
+        if metadata is None or slots is None:
             return
         tokens = metadata.num_actual_tokens
-        key, value = key[:tokens], value[:tokens]
-        reference.append(key, value, slot_mapping=window_slots[:tokens], windows=windows)
-        reference.demote(key, value, **self._batch(kv_cache, metadata))
+        batch = self._batch(kv_cache, metadata)
+        if self.uses_kernels:
+            append(key=key, value=value, slot_mapping=slots, windows=windows, num_tokens=tokens)
+            demote(
+                key=key,
+                value=value,
+                num_tokens=tokens,
+                num_requests=metadata.num_reqs,
+                max_query_len=metadata.max_query_len,
+                **batch,
+            )
+        else:
+            reference.append(key[:tokens], value[:tokens], slot_mapping=slots[:tokens], windows=windows)
+            reference.demote(key[:tokens], value[:tokens], **batch)
 
     def forward(
         self,
@@ -252,16 +336,75 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
         if attn_metadata is None:  # memory profiling
             return output.fill_(0)
-        tokens = attn_metadata.num_actual_tokens
-        options = self.settings.options
-        attended, _ = reference.attend(
-            query[:tokens],
-            key[:tokens],
-            value[:tokens],
-            **self._batch(kv_cache, attn_metadata),
-            scale=self.scale,
-            recent=options.recent,
-            prefill=options.prefill,
-        )
-        output[:tokens] = attended.to(output.dtype)
+        decodes = attn_metadata.num_decodes if self.uses_kernels else 0
+        if decodes:
+            self._decode(query, kv_cache, attn_metadata, output)
+        if decodes < attn_metadata.num_reqs:
+            self._attend_reference(query, key, value, kv_cache, attn_metadata, output, decodes)
         return output
+
+    def _decode(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: OscarMetadata, output: torch.Tensor
+    ) -> None:
+        """The first ``num_decodes`` requests, by the decode kernels."""
+        tokens = metadata.num_decode_tokens
+        schedule = get_attention_context(self.window_name)[0].schedule
+        batch = self._batch(kv_cache, metadata, slice(0, metadata.num_decodes))
+        prepare_query(
+            query=query[:tokens],
+            codec=self.codec,
+            grid=schedule.grid,
+            query_start_loc=batch["query_start_loc"],
+            seq_lens=batch["seq_lens"],
+            scale=self.scale,
+            prepared=self.workspace.prepared,
+        )
+        attend_decode(
+            query=query[:tokens],
+            **batch,
+            scale=self.scale,
+            recent=self.settings.options.recent,
+            schedule=schedule,
+            workspace=self.workspace,
+            output=output[:tokens],
+        )
+
+    def _attend_reference(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+        first: int,
+    ) -> None:
+        """Requests from ``first`` on, by the PyTorch reference."""
+        tokens = slice(metadata.num_decode_tokens if first else 0, metadata.num_actual_tokens)
+        batch = self._batch(kv_cache, metadata, slice(first, metadata.num_reqs))
+        batch["query_start_loc"] = batch["query_start_loc"] - tokens.start
+        attended, _ = reference.attend(
+            query[tokens],
+            key[tokens],
+            value[tokens],
+            **batch,
+            scale=self.scale,
+            recent=self.settings.options.recent,
+            prefill=self.settings.options.prefill,
+        )
+        output[tokens] = attended.to(output.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _decode_workspace(
+    max_requests: int, max_query_len: int, num_query_heads: int, num_kv_heads: int, head_size: int
+) -> DecodeWorkspace:
+    """Scratch memory of the decode kernels, one for all layers of a shape."""
+    return DecodeWorkspace.allocate(
+        max_requests=max_requests,
+        max_query_len=max_query_len,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        device=current_platform.device_type,
+    )
