@@ -12,7 +12,7 @@ In a step, for every layer
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
 
 On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
-ones through `attend_prefill`. On a CPU, and for ``payload="float"``, the PyTorch reference does.
+ones through `attend_prefill`. On a CPU, for ``payload="float"`` and for ``ops="reference"``, the PyTorch reference does.
 """
 
 import functools
@@ -229,7 +229,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         OscarImpl.last_vllm_config = vllm_config
         self.settings: EngineSettings = engine_settings(vllm_config)
         self.layout = history_layout(self.settings.options, head_size, vllm_config.model_config.dtype)
-        self.uses_kernels = current_platform.is_cuda() and isinstance(self.layout, PageLayout)
+        self.uses_kernels = (
+            current_platform.is_cuda()
+            and isinstance(self.layout, PageLayout)
+            and self.settings.options.ops != "reference"
+        )
         self._check_device(vllm_config)
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.max_query_len = 1 + vllm_config.num_speculative_tokens
@@ -241,7 +245,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if not current_platform.is_cuda():
             return
         if not self.uses_kernels and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            raise OscarConfigError('payload="float" on a GPU runs without CUDA graphs: add --enforce-eager')
+            raise OscarConfigError(
+                'oscar options payload="float" and ops="reference" run without CUDA graphs: add --enforce-eager'
+            )
         if self.uses_kernels and vllm_config.model_config.dtype == torch.float32:
             raise OscarUnsupportedError(
                 f"--kv-cache-dtype {DTYPE} on a GPU needs --dtype bfloat16 or float16, not float32"

@@ -30,6 +30,7 @@ _CHOICES = {
     "prefill": ("exact", "invariant"),
     "payload": ("int2", "float"),
     "zero": (None, "page", "token"),
+    "ops": ("auto", "reference"),
 }
 
 
@@ -50,6 +51,8 @@ class OscarConfig:
             everything around the quantizer.
         zero: where a key's zero point lives, ``"page"`` or ``"token"``. An artifact fixes it; choose it only together
             with ``rotation``.
+        ops: ``"auto"``: Triton kernels on a GPU. ``"reference"``: the PyTorch reference everywhere, to compare with;
+            slow, and on a GPU it runs without CUDA graphs.
 
     """
 
@@ -61,6 +64,7 @@ class OscarConfig:
     recent: int | None = None
     payload: Literal["int2", "float"] = "int2"
     zero: Literal["page", "token"] | None = None
+    ops: Literal["auto", "reference"] = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
