@@ -1,0 +1,770 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over INT2 pages and BF16 windows: split over keys in one launch, merged in a second.
+
+`attend_decode` launches two kernels. The first runs one warp per program; a program reads its split of a request's
+work list (schedule.py) for one KV head and writes partial results. The second merges a row's partials, un-rotates the
+history part and adds the windows' part.
+
+**A page** (128 tokens; layout.py). Codes are the A operand of an INT8 MMA and come from memory as its fragments;
+the query's (high, low) halves, two columns per row, are the B operand (prepare.py). With raw sums x = sum f n c::
+
+    logit   S_t = u * (x_t - offset) * s_t + q . mu                       zero="page"
+            S_t = u * (x_t * s_t + z_t * total) + q . key_mean            zero="token"
+    weight  p_t = 2 ** (S_t - page maximum)
+    output  O  += sum_t (p_t * scale_t) c_t + sum_t p_t * zero_t
+
+p_t * scale_t is quantized to 14 bits against the page's largest value scale, so it cannot overflow whatever the scales
+are, and enters the second INT8 MMA as (high, low) columns too. Integers are exact; sums stay below 2**24.
+
+Which tokens a query reads as BF16 and which from pages is the rule of `reference.attend` with ``prefill="exact"``,
+token by token, but only pages at the edges of history pay for a mask.
+
+Partials: per (slot, KV head, row block) ``rows`` x d float32, unnormalized, dimension x at (x & 7) * (d / 8) + (x >> 3)
+so that a lane stores 16 bytes at a time; and the maximum (base 2) and sum per row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from triton_ops.codec import LayerCodec
+from triton_ops.layout import PageLayout
+from triton_ops.prepare import LOG2_E, PreparedQuery
+from triton_ops.schedule import (
+    ENTRY_FIELDS,
+    REQUEST_FIELDS,
+    WINDOW_TILE,
+    DecodeGrid,
+    DecodeSchedule,
+    decode_grid,
+    register_limit,
+)
+
+_MAX_WEIGHT = 16256.0  # 127 * 128, the largest quantized p * scale
+
+
+# Triton's interpreter knows no inline assembly and multiplies the bit patterns of bfloat16; COMPILED = False avoids both.
+
+
+@triton.jit
+def _dot(a, b, acc, COMPILED: tl.constexpr):
+    """acc + a @ b of 16-bit floats."""
+    if not COMPILED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _unpack(codes, COMPILED: tl.constexpr):
+    """Planes of packed codes, as int8: c, 4 c, c, 4 c."""
+    if COMPILED:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 upper;
+            shr.u32 upper, $4, 4;
+            and.b32 $0, $4, 0x03030303;
+            and.b32 $1, $4, 0x0C0C0C0C;
+            and.b32 $2, upper, 0x03030303;
+            and.b32 $3, upper, 0x0C0C0C0C;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        upper = codes >> 4
+        p0, p1, p2, p3 = codes & 3, codes & 12, upper & 3, upper & 12
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _load_codes(pointer, ROWS: tl.constexpr):
+    """Rows of a code section in fragment order, [ROWS, 32] int8."""
+    x = tl.load(pointer + tl.arange(0, ROWS * 32))
+    return x.reshape([ROWS // 16, 8, 4, 2, 2, 4]).trans(0, 4, 1, 3, 2, 5).reshape([ROWS, 32])
+
+
+@triton.jit
+def _load_metadata(pointer):
+    """A metadata vector, [128] float32 in token order."""
+    return tl.load(pointer + tl.arange(0, 128)).reshape([8, 16]).trans(1, 0).reshape([128]).to(tl.float32)
+
+
+@triton.jit
+def _load_fragment(pointer, COLUMNS: tl.constexpr):
+    """One plane of the query's halves, [32 slots, COLUMNS] int8."""
+    x = tl.load(pointer + tl.arange(0, 32 * COLUMNS))
+    return x.reshape([COLUMNS, 4, 2, 4]).trans(2, 1, 3, 0).reshape([32, COLUMNS])
+
+
+@triton.jit
+def _join_halves(x, M: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr):
+    """[M, 2 ROWS] integer sums of (high, low) columns to [M, ROWS] float32."""
+    high, low = tl.split(x.reshape([M, ROWS, 2]))
+    return (high * BASE + low).to(tl.float32)
+
+
+@triton.jit
+def _key_sums(codes_ptr, fragments, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COMPILED: tl.constexpr):
+    """Raw sums of one page, [128 tokens, ROWS] float32."""
+    sums = ()
+    if HEAD_SIZE == 64:
+        k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
+        x = tl.dot(k0, fragments[0], out_dtype=tl.int32)
+        sums = sums + (_join_halves(tl.dot(k1, fragments[1], x, out_dtype=tl.int32), 64, ROWS, 256),)
+        x = tl.dot(k2, fragments[0], out_dtype=tl.int32)
+        sums = sums + (_join_halves(tl.dot(k3, fragments[1], x, out_dtype=tl.int32), 64, ROWS, 256),)
+    else:
+        for chunk in tl.static_range(128 // CHUNK):
+            x = tl.zeros([CHUNK, 2 * ROWS], tl.int32)
+            for part in tl.static_range(HEAD_SIZE // 128):
+                codes = _load_codes(codes_ptr + part * 4096 + chunk * CHUNK * 32, CHUNK)
+                k0, k1, k2, k3 = _unpack(codes, COMPILED)
+                x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
+                x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
+                x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
+                x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
+            sums = sums + (_join_halves(x, CHUNK, ROWS, 256),)
+    if HEAD_SIZE != 64 and CHUNK == 128:
+        joined = sums[0]
+    else:
+        upper = (tl.arange(0, 2) == 1)[:, None, None]
+        joined = tl.where(upper, sums[1][None, :, :], sums[0][None, :, :]).reshape([128, ROWS])
+    return joined
+
+
+@triton.jit
+def _quantized_weights(weights, ROWS: tl.constexpr):
+    """[128, ROWS] integers below 2**14 to B operands of the four planes, [32, 2 ROWS] int8 each: (high, low) columns."""
+    shift = tl.where(tl.arange(0, 2) == 0, 7, 0)[None, None, :]
+    pair = ((weights[:, :, None] >> shift) & 127).to(tl.int8).reshape([128, 2 * ROWS])
+    even, odd = tl.split(pair.reshape([2, 2, 32, 2 * ROWS]).trans(2, 3, 0, 1))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _attend_kernel(
+    query_ptr,
+    fragments_ptr,
+    plain_ptr,
+    factors_ptr,
+    codes_ptr,
+    metadata_ptr,
+    windows_ptr,
+    page_table_ptr,
+    window_table_ptr,
+    entries_ptr,
+    partial_ptr,
+    stats_ptr,
+    query_stride_token,
+    query_stride_head,
+    page_stride,
+    page_stride_head,
+    window_stride,
+    window_stride_head,
+    window_stride_token,
+    page_table_stride,
+    window_table_stride,
+    scale_log2,
+    sink,
+    recent,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    TOKEN_ZERO: tl.constexpr,
+    VALUE_CODES: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
+    MAX_WEIGHT: tl.constexpr,
+    KEY_CHUNK: tl.constexpr,
+    VALUE_CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW_STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    entry = entries_ptr + tl.program_id(0) * ENTRY_FIELDS
+    request = tl.load(entry)
+    head = tl.program_id(1) // ROW_BLOCKS
+    row_block = tl.program_id(1) % ROW_BLOCKS
+    if request < 0:
+        return
+    first = tl.load(entry + 1)
+    queries = tl.load(entry + 2)
+    step = tl.load(entry + 3)
+    begin = tl.load(entry + 4)
+    end = tl.load(entry + 5)
+    window_slot = tl.load(entry + 6).to(tl.int64)
+    history_slot = tl.load(entry + 7).to(tl.int64)
+    sink_tiles = tl.load(entry + 8)
+    recent_tile = tl.load(entry + 9)
+    window_tiles = tl.load(entry + 10)
+    first_page = tl.load(entry + 11)
+    whole_end = tl.load(entry + 12)
+    page_table = page_table_ptr + request.to(tl.int64) * page_table_stride
+    window_table = window_table_ptr + request.to(tl.int64) * window_table_stride
+    blocks = tl.num_programs(1)
+    out_row = tl.arange(0, ROWS)
+
+    if begin < window_tiles:
+        COLUMNS: tl.constexpr = 8 if ROWS < 8 else ROWS
+        dim = tl.arange(0, HEAD_SIZE)
+        column = tl.arange(0, COLUMNS)
+        row = row_block * ROWS + column
+        valid = (column < ROWS) & (row < queries * GROUP)
+        source = (first + row // GROUP).to(tl.int64) * query_stride_token
+        source += (head * GROUP + row % GROUP) * query_stride_head
+        q = tl.load(query_ptr + source[None, :] + dim[:, None], mask=valid[None, :], other=0.0)
+        position = step + row // GROUP
+        m = tl.full([COLUMNS], -1.0e30, tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        acc = tl.zeros([HEAD_SIZE, COLUMNS], tl.float32)
+        for i in tl.range(begin, tl.minimum(end, window_tiles), num_stages=WINDOW_STAGES):
+            tile = tl.where(i < sink_tiles, i, recent_tile + i - sink_tiles) * TILE
+            block = tl.load(window_table + tile // BLOCK).to(tl.int64)
+            token = tile + tl.arange(0, TILE)
+            readable = token < tl.where(block != 0, step + queries, 0)
+            base = windows_ptr + block * window_stride + head * window_stride_head
+            pointer = base + (tile % BLOCK + tl.arange(0, TILE))[:, None] * window_stride_token + dim[None, :]
+            k = tl.load(pointer, mask=readable[:, None], other=0.0)
+            v = tl.load(pointer + HEAD_SIZE, mask=readable[:, None], other=0.0)
+            bf16 = (token < sink)[:, None] | (token[:, None] > position[None, :] - recent)
+            use = readable[:, None] & (token[:, None] <= position[None, :]) & bf16
+            s = tl.where(use, _dot(k, q, tl.zeros([TILE, COLUMNS], tl.float32), COMPILED) * scale_log2, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 0))
+            p = tl.exp2(s - m_new[None, :])
+            keep = tl.exp2(m - m_new)
+            m = m_new
+            total = total * keep + tl.sum(p, 0)
+            high = p.to(v.dtype)
+            low = (p - high.to(tl.float32)).to(v.dtype)
+            acc = _dot(tl.trans(v), high, acc * keep[None, :], COMPILED)
+            acc = _dot(tl.trans(v), low, acc, COMPILED)
+        slot = window_slot * blocks + tl.program_id(1)
+        target = partial_ptr + slot * (ROWS * HEAD_SIZE) + ((dim % 8) * (HEAD_SIZE // 8) + dim // 8)[:, None]
+        tl.store(target + column[None, :] * HEAD_SIZE, acc, mask=(column < ROWS)[None, :])
+        tl.store(stats_ptr + slot * (2 * ROWS) + column, m, mask=column < ROWS)
+        tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + column, total, mask=column < ROWS)
+
+    if PDL:
+        gdc_wait()
+    if end > window_tiles:
+        prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
+        fragments = ()
+        for plane in tl.static_range(HEAD_SIZE // 32):
+            source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
+            fragments = fragments + (_load_fragment(source, 2 * ROWS),)
+        factor = tl.load(factors_ptr + prepared * (3 * ROWS) + out_row)
+        offset = tl.load(factors_ptr + prepared * (3 * ROWS) + ROWS + out_row)
+        mean_factor = tl.load(factors_ptr + prepared * (3 * ROWS) + 2 * ROWS + out_row)
+        if not TOKEN_ZERO:
+            # q . mu: rows of A and columns of B each hold one half of the dimensions; equal halves count.
+            half = tl.arange(0, HEAD_SIZE // 2)
+            plain_at = tl.arange(0, 2 * ROWS)[None, :] * (HEAD_SIZE // 2) + half[:, None]
+            plain = tl.load(plain_ptr + prepared * (ROWS * HEAD_SIZE) + plain_at)
+            same = (tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :])[:, None, None, :]
+        plane_weight = tl.where((tl.arange(0, 128) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
+        position = step + (row_block * ROWS + out_row) // GROUP
+
+        m = tl.full([ROWS], -1.0e30, tl.float32)
+        total = tl.zeros([8, ROWS], tl.float32)
+        zeros = tl.zeros([8, ROWS], tl.float32)
+        acc = ()
+        for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
+            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)
+        start = tl.maximum(begin - window_tiles, 0) + first_page
+        for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
+            page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
+            meta = metadata_ptr + page // 2
+            s = _key_sums(codes_ptr + page, fragments, HEAD_SIZE, ROWS, KEY_CHUNK, COMPILED)
+            key_scale = _load_metadata(meta + KEY_SCALE // 2)
+            if TOKEN_ZERO:
+                key_zero = _load_metadata(meta + KEY_ZERO // 2)
+                s = s * key_scale[:, None] + key_zero[:, None] * offset[None, :]
+                shared = mean_factor
+            else:
+                s = (s - offset[None, :]) * key_scale[:, None]
+                mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE)).reshape([2, 1, HEAD_SIZE // 2])
+                mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
+                products = tl.dot(mean, plain).reshape([2, 8, ROWS, 2])
+                products = tl.sum(tl.sum(tl.where(same, products, 0.0), 3), 0)
+                shared = tl.max(products, 0) * mean_factor
+            value_scale = _load_metadata(meta + VALUE_SCALE // 2)
+            value_zero = _load_metadata(meta + VALUE_ZERO // 2)
+            if (i >= whole_end) | (i * 128 < sink):
+                token = i * 128 + tl.arange(0, 128)
+                missing = (tl.load(window_table + token // BLOCK) == 0) & (token < step)
+                old = (token[:, None] <= position[None, :] - recent) | missing[:, None]
+                stored = token >= sink
+                s = tl.where(stored[:, None] & (token[:, None] <= position[None, :]) & old, s, float("-inf"))
+                value_scale = tl.where(stored, value_scale, 0.0)
+                value_zero = tl.where(stored, value_zero, 0.0)
+            top = tl.maximum(tl.max(s, 0), -1.0e30) * factor
+            p = tl.exp2(s * factor[None, :] - top[None, :])
+            largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
+            weight = value_scale * (plane_weight * (1.0 / largest))
+            w0, w1, w2, w3 = _quantized_weights((p * weight[:, None] + 0.5).to(tl.int32), ROWS)
+            m_page = top + shared
+            m_new = tl.maximum(m, m_page)
+            keep = tl.exp2(m - m_new)
+            gain = tl.exp2(m_page - m_new)
+            m = m_new
+            total = total * keep[None, :] + gain[None, :] * tl.sum(p.reshape([16, 8, ROWS]), 0)
+            zero_part = tl.sum((p * value_zero[:, None]).reshape([16, 8, ROWS]), 0)
+            zeros = zeros * keep[None, :] + gain[None, :] * zero_part
+            gain *= largest * (1.0 / MAX_WEIGHT)
+            new = ()
+            for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
+                codes = _load_codes(codes_ptr + page + VALUE_CODES + chunk * VALUE_CHUNK * 32, VALUE_CHUNK)
+                v0, v1, v2, v3 = _unpack(codes, COMPILED)
+                x = tl.dot(v0, w0, out_dtype=tl.int32)
+                x = tl.dot(v1, w1, x, out_dtype=tl.int32)
+                x = tl.dot(v2, w2, x, out_dtype=tl.int32)
+                x = tl.dot(v3, w3, x, out_dtype=tl.int32)
+                old_acc = acc[chunk] * keep[None, :]
+                new = new + (old_acc + _join_halves(x, VALUE_CHUNK, ROWS, 128) * gain[None, :],)
+            acc = new
+        slot = history_slot * blocks + tl.program_id(1)
+        total_zero = tl.sum(zeros, 0)
+        for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
+            o = acc[chunk] + total_zero[None, :]
+            o = o.reshape([VALUE_CHUNK // 8, 8, ROWS]).trans(2, 1, 0)
+            low = tl.arange(0, VALUE_CHUNK // 8) + chunk * (VALUE_CHUNK // 8)
+            target = partial_ptr + slot * (ROWS * HEAD_SIZE) + out_row[:, None, None] * HEAD_SIZE
+            tl.store(target + tl.arange(0, 8)[None, :, None] * (HEAD_SIZE // 8) + low[None, None, :], o)
+        tl.store(stats_ptr + slot * (2 * ROWS) + out_row, m)
+        tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + out_row, tl.sum(total, 0))
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _merge_partials(
+    partial_ptr,
+    stats_ptr,
+    first,
+    count,
+    block_index,
+    row,
+    valid,
+    blocks,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Merge ``count`` [M] partials from slot ``first`` [M]: (maximum [M], sum [M], unnormalized output [M, d])."""
+    m = tl.full([M], -1.0e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, HEAD_SIZE], tl.float32)
+    dim = tl.arange(0, HEAD_SIZE)
+    for at in tl.range(0, tl.max(tl.where(valid, count, 0), 0), SLOTS):
+        k = at + tl.arange(0, SLOTS)
+        here = valid[:, None] & (k[None, :] < count[:, None])
+        index = (first[:, None] + k[None, :]).to(tl.int64) * blocks + block_index[:, None]
+        stats = stats_ptr + index * (2 * ROWS) + row[:, None]
+        m_part = tl.load(stats, mask=here, other=-1.0e30)
+        total_part = tl.load(stats + ROWS, mask=here, other=0.0)
+        source = partial_ptr + index * (ROWS * HEAD_SIZE) + row[:, None] * HEAD_SIZE
+        part = tl.load(source[:, :, None] + dim[None, None, :], mask=here[:, :, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 1))
+        weight = tl.exp2(m_part - m_new[:, None])
+        keep = tl.exp2(m - m_new)
+        m = m_new
+        total = total * keep + tl.sum(total_part * weight, 1)
+        acc = acc * keep[:, None] + tl.sum(part * weight[:, :, None], 1)
+    return m, total, acc
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr,
+    stats_ptr,
+    requests_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    rotation_ptr,
+    mean_ptr,
+    output_ptr,
+    lse_ptr,
+    output_stride_token,
+    output_stride_head,
+    lse_stride,
+    num_requests,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    REQUEST_FIELDS: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    r = tl.program_id(1) * M + tl.arange(0, M)
+    block = r // ROWS
+    request = block // ROW_BLOCKS
+    row_block = block % ROW_BLOCKS
+    row = row_block * ROWS + r % ROWS
+    exists = request < num_requests
+    first = tl.load(query_start_ptr + request, mask=exists, other=0)
+    queries = tl.load(query_start_ptr + request + 1, mask=exists, other=0) - first
+    queries = tl.minimum(queries, tl.load(seq_lens_ptr + request, mask=exists, other=0))
+    valid = row < queries * GROUP
+    if tl.max(valid.to(tl.int32), 0) == 0:
+        return
+    record = requests_ptr + request * REQUEST_FIELDS
+    slot = tl.load(record, mask=valid, other=0)
+    windows = tl.load(record + 1, mask=valid, other=0)
+    count = tl.load(record + 2, mask=valid, other=0)
+    blocks = HEADS * ROW_BLOCKS
+    block_index = head * ROW_BLOCKS + row_block
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    m_window, total_window, window = _merge_partials(
+        partial_ptr, stats_ptr, slot, windows, block_index, r % ROWS, valid, blocks, M, SLOTS, ROWS, HEAD_SIZE
+    )
+    m_history, total_history, history = _merge_partials(
+        partial_ptr, stats_ptr, slot + windows, count - windows, block_index, r % ROWS, valid, blocks,
+        M, SLOTS, ROWS, HEAD_SIZE,
+    )  # fmt: skip
+    m = tl.maximum(m_window, m_history)
+    from_window = tl.exp2(m_window - m)
+    from_history = tl.exp2(m_history - m)
+    total = total_window * from_window + total_history * from_history
+    total = tl.where(valid, total, 1.0)
+    window *= (from_window / total)[:, None]
+    history *= (from_history / total)[:, None]
+    mass = total_history * from_history / total
+
+    # Dimension x lies at (x & 7) * (d / 8) + x // 8. Un-rotate on the tensor cores, rows repeated up to an MMA's M.
+    COPIES: tl.constexpr = 16 // M
+    history = history.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
+    window = window.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
+    wide = tl.broadcast_to(history[:, None, :], [M, COPIES, HEAD_SIZE]).reshape([16, HEAD_SIZE])
+    dim = tl.arange(0, HEAD_SIZE)
+    target = output_ptr + (first + row // GROUP).to(tl.int64) * output_stride_token
+    target += (head * GROUP + row % GROUP) * output_stride_head
+    for chunk in tl.static_range(HEAD_SIZE // CHUNK):
+        column = chunk * CHUNK + tl.arange(0, CHUNK)
+        rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
+        rotated = tl.dot(wide, tl.trans(rotation), input_precision="tf32x3")
+        rotated = tl.max(rotated.reshape([M, COPIES, CHUNK]), 1)
+        mean = tl.load(mean_ptr + head * HEAD_SIZE + column)
+        chosen = (tl.arange(0, HEAD_SIZE // CHUNK) == chunk)[None, :, None]
+        part = tl.sum(tl.where(chosen, window.reshape([M, HEAD_SIZE // CHUNK, CHUNK]), 0.0), 1)
+        o = rotated + part + mass[:, None] * mean[None, :]
+        tl.store(target[:, None] + column[None, :], o.to(output_ptr.dtype.element_ty), mask=valid[:, None])
+    if HAS_LSE:
+        lse = (m + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + (head * GROUP + row % GROUP) * lse_stride + first + row // GROUP, lse, mask=valid)
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """Launch choices of the attend kernel.
+
+    Attributes:
+        key_chunk: tokens whose key sums are accumulated at a time, 64 or 128.
+        value_chunk: dimensions whose value sums are accumulated at a time, at most the head size.
+        stages: software pipeline depth of the page loop (3: the next page is in flight).
+        window_stages: the same for the window loop.
+        registers: register limit per thread; None lets the compiler choose.
+
+    """
+
+    key_chunk: int
+    value_chunk: int
+    stages: int
+    window_stages: int
+    registers: int | None
+
+
+def attend_options(*, rows: int, head_size: int) -> AttendOptions:
+    """The shipped choice: more rows or dimensions take smaller chunks, so that the sums stay in registers."""
+    return AttendOptions(
+        key_chunk=128 if rows == 4 else 64,
+        value_chunk=min(head_size, 128 if rows == 4 else 64 if rows == 8 else 32),
+        stages=3,
+        window_stages=3,
+        registers=register_limit(rows, head_size),
+    )
+
+
+def merge_tile(*, rows: int, num_kv_heads: int, multiprocessors: int) -> tuple[int, int, int]:
+    """(query rows of a merge program, partials it reads at a time, warps).
+
+    The un-rotation matrix is read once per program, so as many rows as still leave a program for each multiprocessor.
+
+    Args:
+        rows: query rows per KV head, padding included.
+        num_kv_heads: KV heads.
+        multiprocessors: multiprocessors of the GPU.
+
+    """
+    tile = 16
+    while tile > 1 and num_kv_heads * -(-rows // tile) < multiprocessors:
+        tile //= 2
+    return tile, max(2, 32 // tile), 4 if tile > 1 else 8
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch memory of the decode kernels, shared by all layers of one shape. Holds nothing between layers.
+
+    Attributes:
+        prepared: the prepared queries.
+        partial: float32 partial outputs, flat.
+        stats: float32 maxima and sums, flat.
+        multiprocessors: of the device the grids are made for.
+        capability: its compute capability.
+
+    """
+
+    prepared: PreparedQuery
+    partial: Tensor
+    stats: Tensor
+    multiprocessors: int
+    capability: tuple[int, int]
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_requests: int,
+        max_query_len: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        device: torch.device | str,
+        multiprocessors: int | None = None,
+        capability: tuple[int, int] | None = None,
+    ) -> "DecodeWorkspace":
+        """Allocate for every batch of up to ``max_requests`` requests of up to ``max_query_len`` query tokens.
+
+        The partials dominate: (programs + requests) * rows * head size * 4 bytes, 9 MiB for 32 query and 8 KV heads
+        of size 128 and single-token queries on an H200 up to 66 requests, then 80 KiB per request.
+
+        Args:
+            max_requests: most requests of a batch, padding included.
+            max_query_len: most query tokens of a request, 1..16.
+            num_query_heads: query heads.
+            num_kv_heads: KV heads.
+            head_size: 64, 128 or 256.
+            device: where.
+            multiprocessors: default: the device's.
+            capability: default: the device's.
+
+        """
+        if multiprocessors is None:
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        if capability is None:
+            capability = torch.cuda.get_device_capability(device)
+        partials, prepared = 0, (0, 4)
+        for queries in range(1, max_query_len + 1):
+            for requests in range(1, max_requests + 1):
+                grid = decode_grid(
+                    num_requests=requests,
+                    max_query_len=queries,
+                    num_query_heads=num_query_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_size=head_size,
+                    multiprocessors=multiprocessors,
+                    capability=capability,
+                )
+                partials = max(partials, (grid.entries + requests) * grid.row_blocks * grid.rows)
+                prepared = max(prepared, (requests * grid.row_blocks, grid.rows), key=lambda size: size[0] * size[1])
+        return cls(
+            PreparedQuery(blocks=prepared[0] * num_kv_heads, rows=prepared[1], head_size=head_size, device=device),
+            torch.empty(partials * num_kv_heads * head_size, dtype=torch.float32, device=device),
+            torch.empty(partials * num_kv_heads * 2, dtype=torch.float32, device=device),
+            multiprocessors,
+            capability,
+        )
+
+    def grid(
+        self, *, num_requests: int, max_query_len: int, num_query_heads: int, num_kv_heads: int, head_size: int
+    ) -> DecodeGrid:
+        """`decode_grid` for this device."""
+        return decode_grid(
+            num_requests=num_requests,
+            max_query_len=max_query_len,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            multiprocessors=self.multiprocessors,
+            capability=self.capability,
+        )
+
+
+def attend_decode(
+    *,
+    query: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    page_table: Tensor,
+    window_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    codec: LayerCodec,
+    layout: PageLayout,
+    scale: float,
+    sink: int,
+    recent: int,
+    schedule: DecodeSchedule,
+    workspace: DecodeWorkspace,
+    output: Tensor,
+    lse: Tensor | None = None,
+    launch_pdl: bool = False,
+    options: AttendOptions | None = None,
+) -> None:
+    """Causal attention of short queries over sink, history and recent; `append`, `demote` and `prepare_query` come first.
+
+    Two launches, CUDA-graph safe. Rows of ``output`` and ``lse`` that belong to no request are left alone.
+
+    Args:
+        query: [T, H * G, d] bfloat16 or float16, as given to `prepare_query`; its dtype is the windows'.
+        pages: [N, H, page_bytes] uint8; the last axis is contiguous, a page starts at a multiple of 16 bytes.
+        windows: [N, H, block_size, 2 d] key, then value, block_size a multiple of 16; the last axis is contiguous.
+        page_table: [R, max_pages] int32 history block of each page.
+        window_table: [R, max_blocks] int32 window block of each ``block_size`` tokens, 0 = null block.
+        query_start_loc: [R + 1] int32.
+        seq_lens: [R] int32.
+        codec: the layer's codec, on the device.
+        layout: the page layout.
+        scale: softmax scale.
+        sink: sink tokens, as in ``schedule``.
+        recent: recent tokens, as in ``schedule``.
+        schedule: updated for this step.
+        workspace: filled by `prepare_query` for this layer.
+        output: [T, H * G, d], written; the last axis is contiguous.
+        lse: [H * G, T] float32, written: natural log of the sum of exponentials.
+        launch_pdl: start each launch before the preceding kernel has ended (compute capability 9.0 or newer). The
+            kernel before must be `prepare_query`.
+        options: launch choices, default `attend_options`.
+
+    Raises:
+        ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
+
+    """
+    heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
+    if query.dtype != windows.dtype or query.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"query ({query.dtype}) and windows ({windows.dtype}) must both be bfloat16 or float16")
+    if pages.stride(2) != 1 or pages.stride(0) % 16 or pages.stride(1) % 16 or pages.shape[2] != layout.page_bytes:
+        raise ValueError(
+            f"pages of shape {tuple(pages.shape)} and strides {pages.stride()} must have {layout.page_bytes} contiguous "
+            "bytes that start at multiples of 16"
+        )
+    if windows.stride(3) != 1 or windows.shape[2] % WINDOW_TILE or windows.shape[3] != 2 * d:
+        raise ValueError(
+            f"windows of shape {tuple(windows.shape)} and strides {windows.stride()} must be [N, H, 16 k, {2 * d}] with a "
+            "contiguous last axis"
+        )
+    partials = (grid.entries + grid.requests) * heads * grid.row_blocks * grid.rows
+    if partials * d > workspace.partial.numel():
+        raise ValueError(f"the workspace holds {workspace.partial.numel() // d} partial rows, this step needs {partials}")
+    if grid.requests == 0:
+        return
+    if options is None:
+        options = attend_options(rows=grid.rows, head_size=d)
+    group = query.shape[1] // heads
+    launch = {"launch_pdl": True} if launch_pdl else {}
+    _attend_kernel[(grid.entries, heads * grid.row_blocks)](
+        query,
+        workspace.prepared.fragments,
+        workspace.prepared.plain,
+        workspace.prepared.factors,
+        pages.view(torch.int8),
+        pages.view(torch.float16),
+        windows,
+        page_table,
+        window_table,
+        schedule.entries,
+        workspace.partial,
+        workspace.stats,
+        query.stride(0),
+        query.stride(1),
+        pages.stride(0),
+        pages.stride(1),
+        windows.stride(0),
+        windows.stride(1),
+        windows.stride(2),
+        page_table.stride(0),
+        window_table.stride(0),
+        scale * LOG2_E,
+        sink,
+        recent,
+        HEADS=heads,
+        GROUP=group,
+        HEAD_SIZE=d,
+        ROWS=grid.rows,
+        ROW_BLOCKS=grid.row_blocks,
+        TOKEN_ZERO=layout.zero == "token",
+        VALUE_CODES=layout.value_codes,
+        KEY_SCALE=layout.key_scale,
+        VALUE_SCALE=layout.value_scale,
+        VALUE_ZERO=layout.value_zero,
+        KEY_ZERO=layout.key_zero,
+        TILE=WINDOW_TILE,
+        BLOCK=windows.shape[2],
+        ENTRY_FIELDS=ENTRY_FIELDS,
+        MAX_WEIGHT=_MAX_WEIGHT,
+        KEY_CHUNK=options.key_chunk,
+        VALUE_CHUNK=options.value_chunk,
+        STAGES=options.stages,
+        WINDOW_STAGES=options.window_stages,
+        COMPILED=not triton.knobs.runtime.interpret,
+        PDL=launch_pdl,
+        num_warps=1,
+        maxnreg=options.registers,
+        **launch,
+    )
+    rows = grid.requests * grid.row_blocks * grid.rows
+    tile, slots, warps = merge_tile(rows=rows, num_kv_heads=heads, multiprocessors=workspace.multiprocessors)
+    _merge_kernel[(heads, triton.cdiv(rows, tile))](
+        workspace.partial,
+        workspace.stats,
+        schedule.requests,
+        query_start_loc,
+        seq_lens,
+        codec.value_rotation,
+        codec.value_mean,
+        output,
+        lse,
+        output.stride(0),
+        output.stride(1),
+        0 if lse is None else lse.stride(0),
+        grid.requests,
+        HEADS=heads,
+        GROUP=group,
+        HEAD_SIZE=d,
+        ROWS=grid.rows,
+        ROW_BLOCKS=grid.row_blocks,
+        REQUEST_FIELDS=REQUEST_FIELDS,
+        M=tile,
+        SLOTS=slots,
+        CHUNK=64,
+        HAS_LSE=lse is not None,
+        PDL=launch_pdl,
+        num_warps=warps,
+        **launch,
+    )

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query preparation for decode: slot weights as INT8 halves in the MMA's fragment order, once per step and layer.
+
+Pages are read as raw codes, so everything that is not a code is moved to the query side. For query row q of KV head h
+(natural units; c are codes 0..3, s_t and z_t the token's scale and zero, mu the page's mean key)::
+
+    weights   w = q @ key_query[h]                       [d], 24 bits: offsets cancel, so TF32 alone is not enough
+    integers  n_slot = floor(w_slot / (u * f_slot) + 1/2), u = max |w / f| / 32500, f_slot = 1 or 4
+    logit     page:  s_t * u * (sum f n c - 1.5 sum f n) + q . mu
+              token: u * (s_t * sum f n c + z_t * sum f n) + q . key_mean[h]
+
+f = 4 for slots in planes 1 and 3 of a byte, whose codes the reader extracts in place, that is times 4. The offset uses
+the sum of the quantized weights, so the mid-levels cancel exactly. n = 256 * high + low, both INT8. All logits are
+in base-2 units (times softmax scale times log2 e), folded into the row factors.
+
+Rows are query heads of query tokens: row = token * G + head, grouped by request into blocks of ``rows``. The workspace
+holds, for every (request, row block, KV head)::
+
+    fragments  int8 [planes, 2 rows, 32]: column 2 r = high, 2 r + 1 = low halves of row r; slot 32 plane + 16 b + 4 a + i
+               lies at a * 8 + b * 4 + i (a 0..3, b 0..1, i 0..3), a lane's B operand of mma.m16n8k32.s8
+    plain      float16 [rows, d]: the query times the power of two that brings it below 2048, so that bfloat16 values
+               stay exact, for q . mu  (``zero="page"`` only)
+    factors    float32 [3, rows]: logit factor u, offset, and the factor of q . mu or q . key_mean itself
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from triton_ops.codec import LayerCodec
+from triton_ops.schedule import MAX_QUERY_LEN, DecodeGrid
+
+MAX_INTEGER = 32500.0
+"""Largest |n|: 127 * 256 less what rounding may add."""
+PROGRAM_ROWS = 16
+"""Rows one program prepares: the M of an MMA."""
+LOG2_E = math.log2(math.e)
+
+
+class PreparedQuery:
+    """Workspace of prepared queries; see the module's docstring for what it holds.
+
+    Args:
+        blocks: row blocks, (requests * row blocks of a request) * KV heads.
+        rows: rows of a block.
+        head_size: d.
+        device: where.
+
+    """
+
+    def __init__(self, *, blocks: int, rows: int, head_size: int, device: torch.device | str) -> None:
+        self.fragments = torch.empty(blocks, 2 * rows * head_size, dtype=torch.int8, device=device)
+        self.plain = torch.empty(blocks, rows * head_size, dtype=torch.float16, device=device)
+        self.factors = torch.empty(blocks, 3 * rows, dtype=torch.float32, device=device)
+
+
+@triton.jit
+def _prepare_kernel(
+    query_ptr,
+    key_query_ptr,
+    key_mean_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    fragments_ptr,
+    plain_ptr,
+    factors_ptr,
+    query_stride_token,
+    query_stride_head,
+    num_requests,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    TOKEN_ZERO: tl.constexpr,
+    MAX_INTEGER: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = tl.arange(0, PROGRAM_ROWS)
+    block = program * (PROGRAM_ROWS // ROWS) + m // ROWS
+    request = block // ROW_BLOCKS
+    row = (block % ROW_BLOCKS) * ROWS + m % ROWS
+    exists = request < num_requests
+    first = tl.load(query_start_ptr + request, mask=exists, other=0)
+    queries = tl.load(query_start_ptr + request + 1, mask=exists, other=0) - first
+    queries = tl.minimum(queries, tl.load(seq_lens_ptr + request, mask=exists, other=0))
+    valid = row < queries * GROUP
+    source = query_ptr + (first + row // GROUP).to(tl.int64) * query_stride_token
+    source += (head * GROUP + row % GROUP) * query_stride_head
+
+    slot = tl.arange(0, HEAD_SIZE)
+    k = tl.arange(0, STEP)
+    weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
+    matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE
+    for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
+        q = tl.load(source[:, None] + (at + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        e = tl.load(matrix + (at + k)[:, None] * HEAD_SIZE + slot[None, :])
+        weights = tl.dot(q, e, weights, input_precision="tf32x3")
+
+    plane = slot // 32
+    weight = tl.where(plane % 2 == 1, 4.0, 1.0)
+    unit = tl.maximum(tl.max(tl.abs(weights) / weight[None, :], 1), 1.0e-20) / MAX_INTEGER
+    n = tl.floor(weights / (unit[:, None] * weight[None, :]) + 0.5).to(tl.int32)
+    total = tl.sum(n.to(tl.float32) * weight[None, :], 1)
+    high = (n + 128) >> 8
+    low = n - high * 256
+    column = slot % 32
+    within = ((column // 4) % 4) * 8 + (column // 16) * 4 + column % 4
+    target = (block * HEADS + head).to(tl.int64)
+    at = target[:, None] * (2 * ROWS * HEAD_SIZE) + (plane * (64 * ROWS) + within)[None, :]
+    at += (m % ROWS)[:, None] * 64
+    stored = exists[:, None] & (slot >= 0)[None, :]
+    tl.store(fragments_ptr + at, high.to(tl.int8), mask=stored)
+    tl.store(fragments_ptr + at + 32, low.to(tl.int8), mask=stored)
+
+    factors = factors_ptr + target * (3 * ROWS) + m % ROWS
+    tl.store(factors, unit * scale_log2, mask=exists)
+    q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+    if TOKEN_ZERO:
+        mean = tl.load(key_mean_ptr + head * HEAD_SIZE + slot)
+        tl.store(factors + ROWS, total, mask=exists)
+        tl.store(factors + 2 * ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
+    else:
+        largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
+        tl.store(factors + ROWS, 1.5 * total, mask=exists)
+        tl.store(factors + 2 * ROWS, power * scale_log2, mask=exists)
+        at = target[:, None] * (ROWS * HEAD_SIZE) + (m % ROWS)[:, None] * HEAD_SIZE + slot[None, :]
+        tl.store(plain_ptr + at, (q / power[:, None]).to(tl.float16), mask=stored)
+
+
+def prepare_query(
+    *,
+    query: Tensor,
+    codec: LayerCodec,
+    grid: DecodeGrid,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    prepared: PreparedQuery,
+    launch_pdl: bool = False,
+) -> None:
+    """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
+
+    Args:
+        query: [T, H * G, d] bfloat16 or float16 after RoPE, any strides with a contiguous last axis.
+        codec: the layer's codec, on the same device.
+        grid: from `triton_ops.schedule.decode_grid`.
+        query_start_loc: [R + 1] int32.
+        seq_lens: [R] int32.
+        scale: softmax scale.
+        prepared: allocated for at least this grid.
+        launch_pdl: start before the preceding kernel has ended (compute capability 9.0 or newer).
+
+    Raises:
+        ValueError: the query's shape does not fit the codec, or ``prepared`` is too small.
+
+    """
+    heads, d = codec.num_kv_heads, codec.head_size
+    group, rest = divmod(query.shape[1], heads)
+    if rest or query.shape[2] != d or query.stride(2) != 1:
+        raise ValueError(
+            f"query {tuple(query.shape)} with strides {query.stride()} does not fit {heads} KV heads of size {d}"
+        )
+    if grid.row_blocks * grid.rows < group or grid.row_blocks * grid.rows >= MAX_QUERY_LEN * group + grid.rows:
+        raise ValueError(f"the grid {grid} is not for {group} query heads per KV head")
+    blocks = grid.requests * grid.row_blocks
+    needed = blocks * heads * grid.rows * d
+    if needed > prepared.plain.numel():
+        raise ValueError(f"the workspace holds {prepared.plain.numel()} elements, this step needs {needed}")
+    if blocks == 0:
+        return
+    options = {"launch_pdl": True} if launch_pdl else {}
+    _prepare_kernel[(heads, triton.cdiv(blocks * grid.rows, PROGRAM_ROWS))](
+        query,
+        codec.key_query,
+        codec.key_mean,
+        query_start_loc,
+        seq_lens,
+        prepared.fragments,
+        prepared.plain,
+        prepared.factors,
+        query.stride(0),
+        query.stride(1),
+        grid.requests,
+        scale * LOG2_E,
+        GROUP=group,
+        HEADS=heads,
+        HEAD_SIZE=d,
+        ROWS=grid.rows,
+        ROW_BLOCKS=grid.row_blocks,
+        TOKEN_ZERO=codec.zero == "token",
+        MAX_INTEGER=MAX_INTEGER,
+        PROGRAM_ROWS=PROGRAM_ROWS,
+        STEP=32,
+        PDL=launch_pdl,
+        num_warps=4 if d < 256 else 8,
+        **options,
+    )
