@@ -12,7 +12,7 @@ In a step, for every layer
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
 
 On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
-ones through `attend_prefill`. On a CPU, for ``payload="float"`` and for ``ops="reference"``, the PyTorch reference does.
+ones through `attend_prefill`. On a CPU, and for ``payload="float"`` or ``ops="reference"``, the PyTorch reference does.
 """
 
 import functools
