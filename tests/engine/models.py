@@ -24,7 +24,6 @@ class Geometry:
     kv_heads: int
     query_heads_per_kv_head: int
     layers: int = 3
-    hidden: int = 192
     seed: int = 1
     dtype: str = "float32"
 
@@ -35,6 +34,10 @@ class Geometry:
     @property
     def heads(self) -> int:
         return self.kv_heads * self.query_heads_per_kv_head
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_size if self.family == "qwen2" else 192  # vLLM's Qwen2 divides by the heads
 
 
 def config(geometry: Geometry) -> dict:

@@ -5,6 +5,9 @@ A job is ``{"model": path, "engine": {LLM arguments}, "scenarios": [...]}``. Sce
 engine (a start costs seconds, a scenario on a tiny model little). Each has a ``name``, a ``kind`` and the
 arguments of the function of that kind below. The result holds, per scenario, what the function returned and
 the state of the block pool afterwards.
+
+A job ``{"refusals": [{"name", "model", "engine"}]}`` instead tries to start one engine after the other and tells what
+each raised.
 """
 
 import json
@@ -147,11 +150,28 @@ class Runner:
         return {"result": result, "preemptions": preemptions, "pool": None if keep_cache else self.pool()}
 
 
+def refusal(model: str, engine: dict) -> dict:
+    """What starting this engine raises: class names of the error and its bases, and its text; None if it starts."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        LLM(model, **{"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, **engine})
+    except Exception as error:
+        return {"types": [cls.__name__ for cls in type(error).__mro__], "message": str(error)}
+    finally:
+        cleanup_dist_env_and_memory()
+    return {"types": None, "message": "the engine started"}
+
+
 def main(job_path: str, result_path: str) -> None:
     with open(job_path) as file:
         job = json.load(file)
-    runner = Runner(job["model"], job["engine"])
-    results = {scenario["name"]: runner.run(**scenario) for scenario in job["scenarios"]}
+    if "refusals" in job:
+        results = {case["name"]: refusal(case["model"], case["engine"]) for case in job["refusals"]}
+    else:
+        runner = Runner(job["model"], job["engine"])
+        results = {scenario["name"]: runner.run(**scenario) for scenario in job["scenarios"]}
     with open(result_path, "w") as file:
         json.dump(results, file)
 
