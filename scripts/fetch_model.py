@@ -10,6 +10,7 @@ Face directory under ``$OSCAR_CACHE/models`` (default ``~/.cache/oscar-vllm/mode
 """
 
 import argparse
+import fcntl
 import hashlib
 import os
 import re
@@ -140,8 +141,15 @@ def fetch_model(name: str) -> Path:
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Everything is made beside the target and moved there complete, so a killed run leaves no half model.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as work:
+    # Two runs at once make one model. Everything is made beside the target and moved there complete, so a killed
+    # run leaves no half model.
+    with (
+        open(target.parent / f".{name}.lock", "w") as lock,
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as work,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (target / "config.json").exists():
+            return target
         print(f"fetching {model.description}", file=sys.stderr)
         source = download_gguf(model, Path(work))
         convert_gguf(source, Path(work) / "model", tie_embeddings=model.tie_embeddings)

@@ -30,7 +30,7 @@ from fetch_model import MODELS, fetch_model
 TOPICS = ("assignment", "typesmapping", "string-methods", "class", "compound")
 DEFAULT_CPU_CACHE_GIB = "1"
 # Lines of the engine's log worth showing: vLLM's capacity line and the plugin's start-up summary.
-SHOWN_LOG_LINES = re.compile(r"(?:(?:CPU|GPU) KV cache size: .*|oscar_int2: .*)")
+SHOWN_LOG_LINES = re.compile(r"(?:CPU|GPU) KV cache size: .*|OSCAR KV cache: .*")
 
 
 # ---------------------------------------------------------------------------------------- one engine process
@@ -157,8 +157,8 @@ def main() -> None:
     # vLLM with the plugin looks for a model's artifact here, so no option has to name it.
     artifact = model / "oscar_int2"
     calibrate(model, artifact, options.calib_args.split())
-    oscar_config = json.loads((artifact / "oscar_config.json").read_text())
-    exact_tokens = oscar_config["sink"] + oscar_config["recent"]
+    segments = json.loads((artifact / "oscar_config.json").read_text())["segments"]
+    exact_tokens = segments["sink"] + segments["recent"]
 
     prompt = long_prompt(model, options.prompt_tokens)
     if len(prompt) <= exact_tokens:

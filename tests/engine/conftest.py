@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.fetch_model import fetch_model
 from tests.engine.models import Geometry, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,3 +120,9 @@ class Engines:
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, fetched on first use and kept in the cache of scripts/fetch_model.py."""
+    return fetch_model("smollm2")
