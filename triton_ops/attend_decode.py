@@ -8,12 +8,12 @@ history part and adds the windows' part.
 **A page** (128 tokens; layout.py). Codes are the A operand of an INT8 MMA and come from memory as its fragments;
 the query's (high, low) halves, two columns per row, are the B operand (prepare.py). With raw sums x = sum f n c::
 
-    logit   S_t = u * (x_t - offset) * s_t + q . mu                       zero="page"
-            S_t = u * (x_t * s_t + z_t * total) + q . key_mean            zero="token"
+    logit   S_t = u * (x_t - 1.5 sum f n) * s_t + q . mu                  zero="page", the offset starts the sum
+            S_t = u * (x_t * s_t + z_t * sum f n) + q . key_mean          zero="token"
     weight  p_t = 2 ** (S_t - page maximum)
     output  O  += sum_t (p_t * scale_t) c_t + sum_t p_t * zero_t
 
-p_t * scale_t is quantized to 14 bits against the page's largest value scale, so it cannot overflow whatever the scales
+p_t * scale_t is quantized to 15 bits against the page's largest value scale, so it cannot overflow whatever the scales
 are, and enters the second INT8 MMA as (high, low) columns too. Integers are exact; sums stay below 2**24.
 
 Which tokens a query reads as BF16 and which from pages is the rule of `reference.attend` with ``prefill="exact"``,
@@ -44,7 +44,7 @@ from triton_ops.schedule import (
     register_limit,
 )
 
-_MAX_WEIGHT = 16256.0  # 127 * 128, the largest quantized p * scale
+_MAX_WEIGHT = 32512.0  # 127 * 256, the largest quantized p * scale
 
 
 # Triton's interpreter knows no inline assembly and multiplies the bit patterns of bfloat16; COMPILED = False avoids both.
@@ -104,25 +104,34 @@ def _load_fragment(pointer, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _join_halves(x, M: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr):
+def _join_halves(x, M: tl.constexpr, ROWS: tl.constexpr):
     """[M, 2 ROWS] integer sums of (high, low) columns to [M, ROWS] float32."""
     high, low = tl.split(x.reshape([M, ROWS, 2]))
-    return (high * BASE + low).to(tl.float32)
+    return (high * 256 + low).to(tl.float32)
 
 
 @triton.jit
-def _key_sums(codes_ptr, fragments, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COMPILED: tl.constexpr):
-    """Raw sums of one page, [128 tokens, ROWS] float32."""
+def _key_sums(
+    codes_ptr,
+    fragments,
+    start,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Raw sums of one page from ``start`` [2 ROWS] int32 on, [128 tokens, ROWS] float32."""
     sums = ()
     if HEAD_SIZE == 64:
         k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
-        x = tl.dot(k0, fragments[0], out_dtype=tl.int32)
-        sums = sums + (_join_halves(tl.dot(k1, fragments[1], x, out_dtype=tl.int32), 64, ROWS, 256),)
-        x = tl.dot(k2, fragments[0], out_dtype=tl.int32)
-        sums = sums + (_join_halves(tl.dot(k3, fragments[1], x, out_dtype=tl.int32), 64, ROWS, 256),)
+        initial = tl.broadcast_to(start[None, :], [64, 2 * ROWS])
+        x = tl.dot(k0, fragments[0], initial, out_dtype=tl.int32)
+        sums = sums + (_join_halves(tl.dot(k1, fragments[1], x, out_dtype=tl.int32), 64, ROWS),)
+        x = tl.dot(k2, fragments[0], initial, out_dtype=tl.int32)
+        sums = sums + (_join_halves(tl.dot(k3, fragments[1], x, out_dtype=tl.int32), 64, ROWS),)
     else:
         for chunk in tl.static_range(128 // CHUNK):
-            x = tl.zeros([CHUNK, 2 * ROWS], tl.int32)
+            x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
             for part in tl.static_range(HEAD_SIZE // 128):
                 codes = _load_codes(codes_ptr + part * 4096 + chunk * CHUNK * 32, CHUNK)
                 k0, k1, k2, k3 = _unpack(codes, COMPILED)
@@ -130,20 +139,24 @@ def _key_sums(codes_ptr, fragments, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
                 x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
                 x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
                 x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
-            sums = sums + (_join_halves(x, CHUNK, ROWS, 256),)
+            sums = sums + (_join_halves(x, CHUNK, ROWS),)
     if HEAD_SIZE != 64 and CHUNK == 128:
         joined = sums[0]
     else:
-        upper = (tl.arange(0, 2) == 1)[:, None, None]
-        joined = tl.where(upper, sums[1][None, :, :], sums[0][None, :, :]).reshape([128, ROWS])
+        lower = tl.broadcast_to(sums[0].reshape([1, 64, ROWS]), [2, 64, ROWS])
+        upper = tl.broadcast_to(sums[1].reshape([1, 64, ROWS]), [2, 64, ROWS])
+        joined = tl.where((tl.arange(0, 2) == 0)[:, None, None], lower, upper).reshape([128, ROWS])
     return joined
 
 
 @triton.jit
-def _quantized_weights(weights, ROWS: tl.constexpr):
-    """[128, ROWS] integers below 2**14 to B operands of the four planes, [32, 2 ROWS] int8 each: (high, low) columns."""
-    shift = tl.where(tl.arange(0, 2) == 0, 7, 0)[None, None, :]
-    pair = ((weights[:, :, None] >> shift) & 127).to(tl.int8).reshape([128, 2 * ROWS])
+def _weight_halves(weights, ROWS: tl.constexpr):
+    """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
+    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte a signed one, off by its sign bit.
+    bits = (weights + 8388736.0).to(tl.int32, bitcast=True)
+    pair = tl.broadcast_to(bits.reshape([128, ROWS, 1]), [128, ROWS, 2])
+    high = (tl.arange(0, 2) == 0)[None, None, :]
+    pair = tl.where(high, pair >> 8, pair ^ 128).to(tl.int8).reshape([128, 2 * ROWS])
     even, odd = tl.split(pair.reshape([2, 2, 32, 2 * ROWS]).trans(2, 3, 0, 1))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
@@ -156,6 +169,7 @@ def _attend_kernel(
     fragments_ptr,
     plain_ptr,
     factors_ptr,
+    sums_ptr,
     codes_ptr,
     metadata_ptr,
     windows_ptr,
@@ -269,13 +283,19 @@ def _attend_kernel(
         for plane in tl.static_range(HEAD_SIZE // 32):
             source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
             fragments = fragments + (_load_fragment(source, 2 * ROWS),)
-        factor = tl.load(factors_ptr + prepared * (3 * ROWS) + out_row)
-        offset = tl.load(factors_ptr + prepared * (3 * ROWS) + ROWS + out_row)
-        mean_factor = tl.load(factors_ptr + prepared * (3 * ROWS) + 2 * ROWS + out_row)
+        factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
+        mean_factor = tl.load(factors_ptr + prepared * (2 * ROWS) + ROWS + out_row)
+        pair = tl.arange(0, 2 * ROWS)
+        if TOKEN_ZERO:
+            integers = tl.load(sums_ptr + prepared * ROWS + out_row).to(tl.float32)
+            first_sum = tl.zeros([2 * ROWS], tl.int32)
+        else:
+            integers = tl.load(sums_ptr + prepared * ROWS + pair // 2)
+            first_sum = tl.where(pair % 2 == 1, -((3 * integers) >> 1), 0)
         if not TOKEN_ZERO:
             # q . mu: rows of A and columns of B each hold one half of the dimensions; equal halves count.
             half = tl.arange(0, HEAD_SIZE // 2)
-            plain_at = tl.arange(0, 2 * ROWS)[None, :] * (HEAD_SIZE // 2) + half[:, None]
+            plain_at = pair[None, :] * (HEAD_SIZE // 2) + half[:, None]
             plain = tl.load(plain_ptr + prepared * (ROWS * HEAD_SIZE) + plain_at)
             same = (tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :])[:, None, None, :]
         plane_weight = tl.where((tl.arange(0, 128) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
@@ -291,14 +311,14 @@ def _attend_kernel(
         for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
             meta = metadata_ptr + page // 2
-            s = _key_sums(codes_ptr + page, fragments, HEAD_SIZE, ROWS, KEY_CHUNK, COMPILED)
+            s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, COMPILED)
             key_scale = _load_metadata(meta + KEY_SCALE // 2)
             if TOKEN_ZERO:
                 key_zero = _load_metadata(meta + KEY_ZERO // 2)
-                s = s * key_scale[:, None] + key_zero[:, None] * offset[None, :]
+                s = s * key_scale[:, None] + key_zero[:, None] * integers[None, :]
                 shared = mean_factor
             else:
-                s = (s - offset[None, :]) * key_scale[:, None]
+                s = s * key_scale[:, None]
                 mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE)).reshape([2, 1, HEAD_SIZE // 2])
                 mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
                 products = tl.dot(mean, plain).reshape([2, 8, ROWS, 2])
@@ -318,7 +338,7 @@ def _attend_kernel(
             p = tl.exp2(s * factor[None, :] - top[None, :])
             largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
             weight = value_scale * (plane_weight * (1.0 / largest))
-            w0, w1, w2, w3 = _quantized_weights((p * weight[:, None] + 0.5).to(tl.int32), ROWS)
+            w0, w1, w2, w3 = _weight_halves(p * weight[:, None], ROWS)
             m_page = top + shared
             m_new = tl.maximum(m, m_page)
             keep = tl.exp2(m - m_new)
@@ -337,7 +357,7 @@ def _attend_kernel(
                 x = tl.dot(v2, w2, x, out_dtype=tl.int32)
                 x = tl.dot(v3, w3, x, out_dtype=tl.int32)
                 old_acc = acc[chunk] * keep[None, :]
-                new = new + (old_acc + _join_halves(x, VALUE_CHUNK, ROWS, 128) * gain[None, :],)
+                new = new + (old_acc + _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :],)
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
         total_zero = tl.sum(zeros, 0)
@@ -693,6 +713,7 @@ def attend_decode(
         workspace.prepared.fragments,
         workspace.prepared.plain,
         workspace.prepared.factors,
+        workspace.prepared.sums,
         pages.view(torch.int8),
         pages.view(torch.float16),
         windows,

@@ -10,7 +10,7 @@ Pages are read as raw codes, so everything that is not a code is moved to the qu
               token: u * (s_t * sum f n c + z_t * sum f n) + q . key_mean[h]
 
 f = 4 for slots in planes 1 and 3 of a byte, whose codes the reader extracts in place, that is times 4. The offset uses
-the sum of the quantized weights, so the mid-levels cancel exactly. n = 256 * high + low, both INT8. All logits are
+the sum of the quantized weights, so the mid-levels cancel to half a unit. n = 256 * high + low, both INT8. All logits are
 in base-2 units (times softmax scale times log2 e), folded into the row factors.
 
 Rows are query heads of query tokens: row = token * G + head, grouped by request into blocks of ``rows``. The workspace
@@ -20,7 +20,8 @@ holds, for every (request, row block, KV head)::
                lies at a * 8 + b * 4 + i (a 0..3, b 0..1, i 0..3), a lane's B operand of mma.m16n8k32.s8
     plain      float16 [rows, d]: the query times the power of two that brings it below 2048, so that bfloat16 values
                stay exact, for q . mu  (``zero="page"`` only)
-    factors    float32 [3, rows]: logit factor u, offset, and the factor of q . mu or q . key_mean itself
+    sums       int32 [rows]: sum f n
+    factors    float32 [2, rows]: logit factor u, then the factor of q . mu (or q . key_mean itself)
 """
 
 import math
@@ -55,7 +56,8 @@ class PreparedQuery:
     def __init__(self, *, blocks: int, rows: int, head_size: int, device: torch.device | str) -> None:
         self.fragments = torch.empty(blocks, 2 * rows * head_size, dtype=torch.int8, device=device)
         self.plain = torch.empty(blocks, rows * head_size, dtype=torch.float16, device=device)
-        self.factors = torch.empty(blocks, 3 * rows, dtype=torch.float32, device=device)
+        self.sums = torch.empty(blocks, rows, dtype=torch.int32, device=device)
+        self.factors = torch.empty(blocks, 2 * rows, dtype=torch.float32, device=device)
 
 
 @triton.jit
@@ -67,6 +69,7 @@ def _prepare_kernel(
     seq_lens_ptr,
     fragments_ptr,
     plain_ptr,
+    sums_ptr,
     factors_ptr,
     query_stride_token,
     query_stride_head,
@@ -110,10 +113,9 @@ def _prepare_kernel(
         weights = tl.dot(q, e, weights, input_precision="tf32x3")
 
     plane = slot // 32
-    weight = tl.where(plane % 2 == 1, 4.0, 1.0)
+    weight = tl.where(plane % 2 == 1, 4, 1)
     unit = tl.maximum(tl.max(tl.abs(weights) / weight[None, :], 1), 1.0e-20) / MAX_INTEGER
     n = tl.floor(weights / (unit[:, None] * weight[None, :]) + 0.5).to(tl.int32)
-    total = tl.sum(n.to(tl.float32) * weight[None, :], 1)
     high = (n + 128) >> 8
     low = n - high * 256
     column = slot % 32
@@ -125,18 +127,17 @@ def _prepare_kernel(
     tl.store(fragments_ptr + at, high.to(tl.int8), mask=stored)
     tl.store(fragments_ptr + at + 32, low.to(tl.int8), mask=stored)
 
-    factors = factors_ptr + target * (3 * ROWS) + m % ROWS
+    tl.store(sums_ptr + target * ROWS + m % ROWS, tl.sum(n * weight[None, :], 1), mask=exists)
+    factors = factors_ptr + target * (2 * ROWS) + m % ROWS
     tl.store(factors, unit * scale_log2, mask=exists)
     q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if TOKEN_ZERO:
         mean = tl.load(key_mean_ptr + head * HEAD_SIZE + slot)
-        tl.store(factors + ROWS, total, mask=exists)
-        tl.store(factors + 2 * ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
+        tl.store(factors + ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
     else:
         largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
-        tl.store(factors + ROWS, 1.5 * total, mask=exists)
-        tl.store(factors + 2 * ROWS, power * scale_log2, mask=exists)
+        tl.store(factors + ROWS, power * scale_log2, mask=exists)
         at = target[:, None] * (ROWS * HEAD_SIZE) + (m % ROWS)[:, None] * HEAD_SIZE + slot[None, :]
         tl.store(plain_ptr + at, (q / power[:, None]).to(tl.float16), mask=stored)
 
@@ -191,6 +192,7 @@ def prepare_query(
         seq_lens,
         prepared.fragments,
         prepared.plain,
+        prepared.sums,
         prepared.factors,
         query.stride(0),
         query.stride(1),

@@ -96,6 +96,7 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
     for tensor in (workspace.partial, workspace.stats, workspace.prepared.factors, workspace.prepared.plain):
         tensor.fill_(torch.nan)
     workspace.prepared.fragments.fill_(111)
+    workspace.prepared.sums.fill_(12345)
     schedule = DecodeSchedule.allocate(max_requests=requests, multiprocessors=132, device=device)
     grid = workspace.grid(num_requests=requests, max_query_len=queries, **sizes)
     metadata = {"query_start_loc": moved.query_start_loc, "seq_lens": moved.seq_lens}
