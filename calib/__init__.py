@@ -6,7 +6,7 @@
 ``python -m calib --help`` is the command line; `calibrate` the same as a function.
 """
 
-from calib.calibrate import CalibrationResult, calibrate
+from calib.pipeline import CalibrationResult, calibrate
 from calib.rotation import PRESETS, Recipe
 
 __all__ = ["PRESETS", "CalibrationResult", "Recipe", "calibrate"]

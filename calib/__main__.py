@@ -19,6 +19,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--output-dir", required=True, help="folder of the artifact; a killed run resumes from it")
     top.add_argument("--revision", help="hub revision of the model")
     top.add_argument("--overwrite", action="store_true", help="replace an artifact in --output-dir")
+    top.add_argument("--keep-statistics", action="store_true",
+                     help="leave the statistics in --output-dir: a run with other method options starts from them")
     top.add_argument("--trust-remote-code", action="store_true", help="passed to transformers")
     data = top.add_argument_group("text")
     data.add_argument("--dataset", help="NAME or NAME:CONFIG of a Hugging Face dataset, or a .jsonl or .txt file "
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         recipe = replace(preset, **{name: value for name, value in changes.items() if value is not None})
-        from calib.calibrate import calibrate
+        from calib.pipeline import calibrate
 
         result = calibrate(options.pop("model"), options.pop("output_dir"), recipe=recipe, **options)
     except (OscarConfigError, OscarUnsupportedError, OscarArtifactError) as error:

@@ -17,7 +17,8 @@ from oscar_vllm.errors import OscarConfigError
 
 BUNDLED = Path(__file__).parent / "data"
 _OVERSAMPLING = 16
-"""Tokens read per token wanted, so that the seed has something to choose from."""
+_MIN_TOKENS = 400_000
+"""Tokens read: so many per token wanted, and so many at least, so that the seed has something to choose from."""
 _MAX_CHARS = 2_000_000
 """Characters read of one document."""
 
@@ -155,7 +156,7 @@ def token_windows(documents: Iterator[str], tokenizer: Any, *, count: int, lengt
             piles.append([tokens[i : i + body] for i in range(start, len(tokens) - body + 1, body)])
         else:
             joined += tokens
-        if total >= _OVERSAMPLING * count * length:
+        if total >= max(_MIN_TOKENS, _OVERSAMPLING * count * length):
             break
     piles.append([joined[i : i + body] for i in range(0, len(joined) - body + 1, body)])
     for pile in piles:

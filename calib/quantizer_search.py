@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from calib.capture import AttentionCall
-from calib.rotation import Recipe, data_free, layer_codec, spectrum_concentration
+from calib.rotation import LayerBasis, Recipe, data_free, layer_basis, spectrum_concentration
 from calib.simulate import Segments, grouped_logits, quantized_keys, quantized_values
 from calib.statistics import LayerStatistics, Statistics
 from triton_ops.codec import LayerCodec
@@ -23,7 +23,7 @@ KEY_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2, 1.35), "minmax": (0.9, 0.94, 0.96
 VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1.0)}
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
-QUERIES = 192
+QUERIES = 128
 """Query positions judged per sample, evenly spaced over those that have a history."""
 
 
@@ -62,16 +62,17 @@ class QuantizerSearch:
     def __init__(self, statistics: Statistics, recipe: Recipe, segments: Segments) -> None:
         self.statistics, self.recipe, self.segments = statistics, recipe, segments
         self.samples = 0
+        self._bases: dict[int, LayerBasis] = {}
         self._candidates: dict[int, dict[str, dict[str, LayerCodec]]] = {}
         self._errors: dict[int, dict[str, dict[str, float]]] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         candidates = self._candidates.get(call.layer)
         if candidates is None:
-            device = call.query.device
+            basis = self._bases[call.layer] = layer_basis(self.statistics.layers[call.layer], self.recipe)
             candidates = {
-                part: {name: codec.to(device) for name, codec in codecs.items()}
-                for part, codecs in self._build(self.statistics.layers[call.layer]).items()
+                part: {name: codec.to(call.query.device) for name, codec in codecs.items()}
+                for part, codecs in self._build(self.statistics.layers[call.layer], basis).items()
             }
             self._candidates[call.layer] = candidates
             self._errors[call.layer] = {part: dict.fromkeys(codecs, 0.0) for part, codecs in candidates.items()}
@@ -85,19 +86,19 @@ class QuantizerSearch:
                 self.samples += 1
         return call.attend()
 
-    def _build(self, layer: LayerStatistics) -> dict[str, dict[str, LayerCodec]]:
+    def _build(self, layer: LayerStatistics, basis: LayerBasis) -> dict[str, dict[str, LayerCodec]]:
         """Candidate codecs of a layer: one per constant, and the two data-free bases to compare with."""
         recipe = self.recipe
         keys = [recipe.key_constant] if recipe.key_constant else KEY_CONSTANTS[recipe.quantizer]
         values = [recipe.value_constant] if recipe.value_constant else VALUE_CONSTANTS[recipe.quantizer]
         middle = keys[len(keys) // 2], values[len(values) // 2]
         compared = {
-            name: layer_codec(layer, data_free(recipe, composition), *middle)
-            for name, composition in (("identity", "identity"), ("hadamard", "H"))
+            "identity": layer_basis(layer, data_free(recipe, "identity")).codec(*middle),
+            "hadamard": layer_basis(layer, data_free(recipe, "H")).codec(*middle),
         }
         return {
-            "keys": compared | {str(c): layer_codec(layer, recipe, c, middle[1]) for c in keys},
-            "values": compared | {str(c): layer_codec(layer, recipe, middle[0], c) for c in values},
+            "keys": compared | {str(constant): basis.codec(constant, middle[1]) for constant in keys},
+            "values": compared | {str(constant): basis.codec(middle[0], constant) for constant in values},
         }
 
     def choose(self) -> dict[int, LayerChoice]:
@@ -107,14 +108,15 @@ class QuantizerSearch:
             best, tables = {}, {}
             for part, sums in self._errors[index].items():
                 means = {name: total / self.samples for name, total in sums.items()}
-                best[part] = min((name for name in means if name not in ("identity", "hadamard")), key=means.__getitem__)
+                constants = {name: error for name, error in means.items() if name not in ("identity", "hadamard")}
+                best[part] = min(constants, key=constants.__getitem__)
                 tables[part] = {
                     "identity": means["identity"],
                     "hadamard": means["hadamard"],
                     "chosen": means[best[part]],
                 }
             choices[index] = LayerChoice(
-                codec=layer_codec(layer, self.recipe, float(best["keys"]), float(best["values"])),
+                codec=self._bases[index].codec(float(best["keys"]), float(best["values"])),
                 concentration=spectrum_concentration(layer, self.recipe),
                 key_kl=tables["keys"],
                 value_error=tables["values"],
@@ -132,20 +134,21 @@ def _measure(
     query = query[:, position]
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
-    exact = grouped_logits(query, key, call)
-    log_weights = exact.masked_fill(future, -torch.inf).log_softmax(-1)
-    weights = log_weights.exp()
+    exact = grouped_logits(query, key, call).masked_fill_(future, -torch.inf)
+    exact_lse = exact.logsumexp(-1)
+    weights = (exact - exact_lse[..., None]).exp_()
     output = weights @ value.float()[:, None]
-    history_weights = rearrange(weights * history, "h g n t -> h (g n) t")
+    history_weights = weights * history
+    value_weights = rearrange(history_weights, "h g n t -> h (g n) t")
 
     def key_kl(codec: LayerCodec) -> float:
-        stored = quantized_keys(key, codec, segments.sink)
-        logits = torch.where(history, grouped_logits(query, stored, call), exact)
-        other = logits.masked_fill(future, -torch.inf).log_softmax(-1)
-        return float((weights * (log_weights - other).masked_fill(future, 0.0)).sum(-1).mean())
+        # With logits s and s': KL = sum_t p_t (s_t - s'_t) + log sum exp s' - log sum exp s.
+        logits = grouped_logits(query, quantized_keys(key, codec, segments.sink), call)
+        difference = (history_weights * (exact.where(history, 0.0) - logits)).sum(-1)
+        return float((difference + torch.where(history, logits, exact).logsumexp(-1) - exact_lse).mean())
 
     def value_error(codec: LayerCodec) -> float:
-        error = history_weights @ (quantized_values(value, codec) - value.float())
+        error = value_weights @ (quantized_values(value, codec) - value.float())
         return float(error.square().sum() / output.square().sum())
 
     return {"keys": key_kl, "values": value_error}

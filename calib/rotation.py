@@ -159,29 +159,79 @@ def whitened_basis(query_covariance: Tensor, key_covariance: Tensor, ridge: floa
     return root @ basis, basis.mT @ inverse_root, variance.flip(1).clamp_min(0)
 
 
-def layer_codec(statistics: LayerStatistics, recipe: Recipe, key_constant: float, value_constant: float) -> LayerCodec:
-    """The codec of one layer for given quantizer constants (the recipe's own constants are not looked at)."""
-    value_target = {
+@dataclass(frozen=True)
+class LayerBasis:
+    """Everything of a layer's codec but the quantizer's constants.
+
+    Attributes:
+        recipe: what it was made by.
+        value_rotation: [H, d, d] orthogonal; value_mean: [H, d] or None.
+        value_mean: see value_rotation.
+        directions: [H, d, d] keys are stored as ``k @ directions``.
+        inverse: [H, d, d] inverse of directions.
+        variance: [H, d] variances of the coordinates, bits: [H, d] their bits; None with uniform allocation.
+        bits: see variance.
+        key_mean: [H, d] or None.
+
+    """
+
+    recipe: Recipe
+    value_rotation: Tensor
+    value_mean: Tensor | None
+    directions: Tensor
+    inverse: Tensor
+    variance: Tensor | None
+    bits: Tensor | None
+    key_mean: Tensor | None
+
+    def codec(self, key_constant: float, value_constant: float) -> LayerCodec:
+        """The codec for given constants; the recipe's own are not looked at."""
+        value_quantizer = Quantizer(self.recipe.quantizer, value_constant)
+        if self.variance is None or self.bits is None:
+            return rotation_codec(
+                self.directions,
+                self.value_rotation,
+                zero=self.recipe.zero,
+                key_quantizer=Quantizer(self.recipe.quantizer, key_constant),
+                value_quantizer=value_quantizer,
+                key_mean=self.key_mean,
+                value_mean=self.value_mean,
+            )
+        return spectral_codec(
+            self.directions,
+            self.inverse,
+            self.variance,
+            self.bits,
+            kappa=key_constant,
+            value_rotation=self.value_rotation,
+            value_quantizer=value_quantizer,
+            value_mean=self.value_mean,
+        )
+
+
+def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
+    """Bases and bits of one layer."""
+    target = {
         "output": statistics.output_moment,
         "mean_field": statistics.mean_field_moment,
         "value": statistics.value_moment,
     }[recipe.value_target]
-    value = {
-        "value_rotation": rotation(value_target, composition=recipe.composition, granularity=recipe.granularity),
-        "value_quantizer": Quantizer(recipe.quantizer, value_constant),
+    values = {
+        "recipe": recipe,
+        "value_rotation": rotation(target, composition=recipe.composition, granularity=recipe.granularity),
         "value_mean": statistics.value_mean if recipe.centre in ("values", "both") else None,
     }
     if recipe.allocation == "spectral":
         directions, inverse, variance = key_basis(statistics, recipe)
         bits = torch.stack([allocate_bits(row, 2 * row.shape[0], recipe.max_bits) for row in variance])
-        return spectral_codec(directions, inverse, variance, bits, kappa=key_constant, **value)
+        return LayerBasis(
+            directions=directions, inverse=inverse, variance=variance, bits=bits, key_mean=None, **values
+        )
     target = statistics.query_covariance if recipe.key_target == "query" else statistics.key_moment
-    return rotation_codec(
-        rotation(target, composition=recipe.composition, granularity=recipe.granularity),
-        zero=recipe.zero,
-        key_quantizer=Quantizer(recipe.quantizer, key_constant),
-        key_mean=statistics.key_mean if recipe.centre in ("keys", "both") else None,
-        **value,
+    directions = rotation(target, composition=recipe.composition, granularity=recipe.granularity)
+    key_mean = statistics.key_mean if recipe.centre in ("keys", "both") else None
+    return LayerBasis(
+        directions=directions, inverse=directions.mT, variance=None, bits=None, key_mean=key_mean, **values
     )
 
 
@@ -194,7 +244,7 @@ def key_basis(statistics: LayerStatistics, recipe: Recipe) -> tuple[Tensor, Tens
     )
 
 
-def data_free(recipe: Recipe, composition: str) -> Recipe:
+def data_free(recipe: Recipe, composition: Literal["identity", "H"]) -> Recipe:
     """The recipe that stores every direction alike in a fixed basis: what the chosen codec is compared with."""
     return replace(recipe, composition=composition, allocation="uniform")
 

@@ -17,8 +17,8 @@ from triton_ops.codec import LayerCodec
 from triton_ops.layout import PAGE_TOKENS
 from triton_ops.reference import decode_keys, decode_values, encode_keys, encode_values
 
-_MAX_LOGITS = 1 << 25
-"""Logits held at a time; longer samples are attended in blocks of queries."""
+_QUERIES = 512
+"""Queries attended at a time: bounds memory, and lets a block skip the tokens behind it."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,48 @@ def grouped_logits(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
     return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
 
 
-def segmented_attention(call: AttentionCall, codec: LayerCodec, segments: Segments) -> Tensor:
-    """Attention output [B, Hq, T, d] of a layer whose history is read from pages, in the model's dtype."""
+def segmented_attention(call: AttentionCall, codec: LayerCodec | None, segments: Segments) -> Tensor:
+    """Attention output [B, Hq, T, d] of a layer whose history is read from pages, in the model's dtype.
+
+    Without a codec pages hold keys and values exactly, which leaves only this function's own rounding.
+    """
     outputs = []
     for query, key, value in zip(call.query, call.key, call.value, strict=True):
-        length = key.shape[1]
-        key_pages, value_pages = quantized_keys(key, codec, segments.sink), quantized_values(value, codec)
-        rows = max(1, _MAX_LOGITS // (query.shape[0] * length))
-        blocks = []
-        for position in torch.arange(length, device=query.device).split(rows):
-            history = segments.history(position, length)
-            block = query[:, position]
-            logits = torch.where(history, grouped_logits(block, key_pages, call), grouped_logits(block, key, call))
-            future = torch.arange(length, device=query.device) > position[:, None]
-            weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
-            output = (weights * ~history) @ value.float()[:, None] + (weights * history) @ value_pages[:, None]
-            blocks.append(rearrange(output, "h g n d -> (h g) n d"))
+        stored = key, value
+        if codec is not None:
+            stored = quantized_keys(key, codec, segments.sink), quantized_values(value, codec)
+        tokens = torch.arange(key.shape[1], device=key.device)
+        blocks = [_attend_block(call, query, key, value, stored, block, segments) for block in tokens.split(_QUERIES)]
         outputs.append(torch.cat(blocks, 1))
     return torch.stack(outputs).to(call.query.dtype)
+
+
+def _attend_block(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: tuple[Tensor, Tensor],
+    position: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """[Hq, n, d] output of the queries at consecutive ``position`` [n]: one softmax over exact and stored tokens."""
+    first, end = int(position[0]), int(position[-1]) + 1
+    sink = min(segments.sink, end)
+    near = torch.arange(max(sink, first - segments.recent + 1), end, device=key.device)
+    exact = torch.cat([torch.arange(sink, device=key.device), near])
+    history = torch.arange(sink, max(sink, end - segments.recent), device=key.device)
+    at = position[:, None]
+    reads_exact = (exact <= at) & ((exact < segments.sink) | (exact > at - segments.recent))
+    reads_history = history <= at - segments.recent
+    queries = query[:, position]
+    logits = torch.cat(
+        [grouped_logits(queries, key[:, exact], call), grouped_logits(queries, stored[0][:, history], call)], -1
+    )
+    weights = logits.masked_fill_(~torch.cat([reads_exact, reads_history], 1), -torch.inf).softmax(-1)
+    output = weights[..., : len(exact)] @ value[:, None, exact].float()
+    output += weights[..., len(exact) :] @ stored[1][:, None, history].float()
+    return rearrange(output, "h g n d -> (h g) n d")
 
 
 class QuantizedCache:

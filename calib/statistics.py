@@ -110,7 +110,7 @@ class LayerStatistics:
         page_mean = key.new_zeros(heads, len(counts), key.shape[-1]).index_add_(1, page, key) / counts[:, None]
         centred = key - page_mean[:, page]
         query_moment = query.mT @ query
-        weight = torch.einsum("htd,hde,hte->ht", key, query_moment, key)
+        weight = (key @ query_moment * key).sum(-1)
         weight = weight / weight.mean(1, keepdim=True)
         sums = {
             "tokens": torch.tensor([float(key.shape[1])]),
@@ -153,17 +153,17 @@ class Statistics:
 
         """
         output = call.attend()
-        for name in ("query", "key", "value", "output"):
-            tensor = output if name == "output" else getattr(call, name)
-            if not bool(torch.isfinite(tensor).all()):
-                raise OscarConfigError(
-                    f"layer {call.layer}: the {name} holds non-finite values in sample {self.samples} "
-                    f"({tensor.dtype}); calibrate with --dtype float32, and check the model's weights"
-                )
         heads, head_size = call.key.shape[1], call.key.shape[3]
         layer = self.layers.setdefault(call.layer, LayerStatistics.zeros(heads, head_size))
         for sample in zip(call.query, call.key, call.value, output, strict=True):
             layer.update(*sample, sink=self.sink)
+        # A sum of squares is finite exactly when every element is, and costs nothing to look at.
+        for name in ("query", "key", "value", "output"):
+            if not bool(torch.isfinite(getattr(layer, f"{name}_moment")).all()):
+                raise OscarConfigError(
+                    f"layer {call.layer}: the {name} holds non-finite values in sample {self.samples} "
+                    f"({call.query.dtype}); calibrate with --dtype float32, and check the model's weights"
+                )
         return output
 
     def save(self, path: str | os.PathLike) -> None:
@@ -198,5 +198,5 @@ class Statistics:
             statistics.samples = state["samples"]
             statistics.layers = {index: LayerStatistics(**tensors[index]) for index in sorted(tensors)}
         except Exception as error:
-            raise OscarArtifactError(f"{path} is no readable statistics file ({error}); delete it to start anew") from error
+            raise OscarArtifactError(f"{path} is no readable statistics file ({error}); delete it") from error
         return statistics

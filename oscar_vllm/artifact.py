@@ -56,8 +56,8 @@ def model_geometry(config: Any) -> dict[str, Any]:
     model_type = getattr(text, "model_type", "unknown")
     if getattr(text, "kv_lora_rank", None):
         raise OscarUnsupportedError(
-            f"{model_type} uses latent attention (kv_lora_rank={text.kv_lora_rank}): its cache holds no keys and values "
-            "per head; serve it with --kv-cache-dtype auto"
+            f"{model_type} uses latent attention (kv_lora_rank={text.kv_lora_rank}): its cache holds no keys and "
+            "values per head; serve it with --kv-cache-dtype auto"
         )
     query_heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
@@ -204,8 +204,8 @@ class Artifact:
         actual = _artifact_id(tensors, config)
         if actual != artifact_id:
             raise OscarArtifactError(
-                f"{directory}: the content has id {actual}, but {CONFIG_FILE} says {artifact_id}; a file was changed or "
-                "damaged after saving; copy it anew or calibrate again"
+                f"{directory}: the content has id {actual}, but {CONFIG_FILE} says {artifact_id}; a file was changed "
+                "or damaged after saving; copy it anew or calibrate again"
             )
         try:
             artifact = _parse(config, tensors)
@@ -229,7 +229,9 @@ class Artifact:
         expected = (self.geometry["num_key_value_heads"], self.geometry["head_size"])
         for index, codec in self.layers.items():
             if not 0 <= index < self.geometry["num_hidden_layers"]:
-                raise OscarArtifactError(f"layer {index} is beyond the model's {self.geometry['num_hidden_layers']} layers")
+                raise OscarArtifactError(
+                    f"layer {index} is beyond the model's {self.geometry['num_hidden_layers']} layers"
+                )
             if (codec.num_kv_heads, codec.head_size) != expected:
                 raise OscarArtifactError(
                     f"layer {index} has {codec.num_kv_heads} KV heads of size {codec.head_size}, the model has "
@@ -274,7 +276,9 @@ def _resolve(source: str | os.PathLike, revision: str | None) -> Path:
     directory = Path(source)
     if directory.is_dir():
         if revision is not None:
-            raise OscarArtifactError(f"revision {revision!r} has no meaning for the local folder {directory}; leave it out")
+            raise OscarArtifactError(
+                f"revision {revision!r} has no meaning for the local folder {directory}; leave it out"
+            )
         return directory
     name = str(source)
     hint = f"give a folder made by `{_calibration_command('<model>')}` or a hub id"

@@ -85,6 +85,7 @@ def calibrate(
     recent: int = 256,
     checkpoint_seconds: float = 30.0,
     overwrite: bool = False,
+    keep_statistics: bool = False,
     trust_remote_code: bool = False,
 ) -> CalibrationResult:
     """Fit a model's codecs and write the artifact.
@@ -108,6 +109,7 @@ def calibrate(
         recent: see sink.
         checkpoint_seconds: how often the statistics are saved.
         overwrite: replace an artifact that is already there.
+        keep_statistics: leave the statistics in the folder, so that a run with another recipe starts from them.
         trust_remote_code: passed to transformers.
 
     Raises:
@@ -183,7 +185,8 @@ def calibrate(
     artifact.save(output_dir)
     result = CalibrationResult(artifact, choices, skipped)
     (output_dir / "README.md").write_text(_model_card(result, time.monotonic() - started), encoding="utf-8")
-    checkpoint.unlink(missing_ok=True)
+    if not keep_statistics:
+        checkpoint.unlink(missing_ok=True)
     return result
 
 
@@ -199,7 +202,8 @@ def _check_options(
     shortest = sink + recent + 2 * PAGE_TOKENS
     if max_length < shortest:
         raise OscarConfigError(
-            f"max_length={max_length} leaves no history behind {sink} sink and {recent} recent tokens; use at least {shortest}"
+            f"max_length={max_length} leaves no history behind {sink} sink and {recent} recent tokens; "
+            f"use at least {shortest}"
         )
     if (output_dir / CONFIG_FILE).exists() and not overwrite:
         raise OscarConfigError(f"{output_dir} already holds an artifact; choose another folder or pass --overwrite")
@@ -337,7 +341,8 @@ tags: [kv-cache, quantization, oscar]
 
 Constants for serving `{artifact.model}` with a 2-bit KV cache in vLLM through the plugin oscar-vllm. No model weights.
 
-    vllm serve {artifact.model} --kv-cache-dtype oscar_int2 --additional-config '{{"oscar": {{"artifact": "<this folder>"}}}}'
+    vllm serve {artifact.model} --kv-cache-dtype oscar_int2 \\
+        --additional-config '{{"oscar": {{"artifact": "<this folder>"}}}}'
 
 * Artifact id `{artifact.artifact_id}`, model fingerprint `{artifact.fingerprint}`, {len(artifact.layers)} layers.
 * {artifact.sink} sink and {artifact.recent} recent tokens stay BF16.

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole calibration runs on small random models: what is written, what is resumed, what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from calib import PRESETS, Recipe, calibrate
+from calib.__main__ import main
+from calib.pipeline import CHECKPOINT
+from oscar_vllm.artifact import Artifact
+from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from tests.calib.models import ByteTokenizer, random_model
+
+ROOT = Path(__file__).parent.parent.parent
+FAST = {"num_samples": 3, "held_out": 1, "max_length": 512, "recent": 128, "tokenizer": ByteTokenizer()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe"),
+    [
+        ({"family": "llama", "kv_heads": 2, "group": 2}, Recipe()),
+        ({"family": "qwen2", "kv_heads": 1, "group": 7}, Recipe(max_bits=8)),
+        ({"family": "llama", "kv_heads": 2, "group": 1}, PRESETS["reference"]),
+        ({"family": "qwen2", "kv_heads": 2, "group": 2}, Recipe(allocation="uniform", composition="H")),
+        ({"family": "llama", "kv_heads": 1, "group": 4}, Recipe(allocation="uniform", zero="token", centre="both")),
+        ({"family": "llama", "kv_heads": 2, "group": 2}, Recipe(granularity="layer", max_bits=2)),
+    ],
+    ids=["default", "bits8-group7-bias", "reference", "hadamard", "token-centred", "layer-2bits"],
+)
+def test_a_run_writes_a_valid_artifact_for_the_model(tmp_path, shape, recipe):
+    model = random_model(**shape)
+    result = calibrate(model, tmp_path, recipe=recipe, **FAST)
+    artifact = Artifact.load(tmp_path)
+    artifact.check_model(model.config)
+    assert artifact.artifact_id == result.artifact.artifact_id
+    assert sorted(artifact.layers) == [0, 1]
+    assert (artifact.sink, artifact.recent, artifact.zero) == (64, 128, recipe.zero)
+    assert artifact.method == json.loads(json.dumps(recipe.describe()))
+    assert artifact.calibration["tokens"] == 3 * 512
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"README.md", "oscar_config.json", "oscar_rotations.safetensors"}
+    assert artifact.artifact_id in (tmp_path / "README.md").read_text()
+    assert len(result.table().splitlines()) == 2 + 2 + 1
+
+
+def test_head_size_128(tmp_path):
+    result = calibrate(random_model(head_size=128, kv_heads=1), tmp_path, **FAST | {"num_samples": 5})
+    assert result.artifact.layers[0].head_size == 128
+
+
+def test_sliding_window_layers_are_absent_and_reported(tmp_path):
+    model = random_model(family="gemma3", layers=4)
+    result = calibrate(model, tmp_path, **FAST)
+    assert sorted(result.artifact.layers) == [1, 3]
+    assert "0  stays BF16: sliding window of 32 tokens" in result.table()
+    assert result.artifact.calibration["skipped_layers"]["2"] == "sliding window of 32 tokens"
+
+
+def test_the_same_seed_gives_the_same_artifact(tmp_path):
+    model = random_model()
+    ids = [calibrate(model, tmp_path / str(i), seed=s, **FAST).artifact.artifact_id for i, s in enumerate((1, 1, 2))]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_run_that_raised_resumes_where_it_stopped(tmp_path, monkeypatch):
+    model = random_model()
+    straight = calibrate(model, tmp_path / "straight", **FAST).artifact.artifact_id
+    seen, forward = [], model.forward
+
+    def counted(tokens, **options):
+        seen.append(bytes(tokens[0].tolist()))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, tmp_path / "killed", checkpoint_seconds=0.0, **FAST)
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == [CHECKPOINT]
+    resumed = calibrate(model, tmp_path / "killed", **FAST)
+    assert resumed.artifact.artifact_id == straight
+    assert len(set(seen[:2] + seen[3:4])) == 3  # the third sample is done, the first two are not done again
+    assert seen[2] == seen[3]
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(tmp_path, monkeypatch, capsys):
+    model = random_model()
+    straight = calibrate(model, tmp_path / "straight", seed=5, **FAST).artifact.artifact_id
+    monkeypatch.setattr("calib.pipeline._search", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, tmp_path / "other", seed=4, **FAST)
+    monkeypatch.undo()
+    assert calibrate(model, tmp_path / "other", seed=5, **FAST).artifact.artifact_id == straight
+    assert "belongs to other settings" in capsys.readouterr().err
+
+
+_KILLED_RUN = """
+import sys
+from calib import calibrate
+from tests.calib.test_pipeline import FAST
+from tests.calib.models import random_model
+calibrate(random_model(), sys.argv[1], checkpoint_seconds=0.0, **FAST | {"num_samples": int(sys.argv[2])})
+"""
+
+
+def test_a_run_killed_by_sigkill_resumes_to_the_same_artifact(tmp_path):
+    options = FAST | {"num_samples": 24}
+    straight = calibrate(random_model(), tmp_path / "straight", **options).artifact.artifact_id
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED_RUN, str(tmp_path / "killed"), "24"], env=environment, cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    checkpoint = tmp_path / "killed" / CHECKPOINT
+    deadline = time.monotonic() + 60
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.exists()
+    assert calibrate(random_model(), tmp_path / "killed", **options).artifact.artifact_id == straight
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 2}, r"2 samples of 512 tokens are too few .* head size 64: 1024 tokens .* raise --num"),
+        ({"max_length": 300}, "max_length=300 leaves no history behind 64 sink and 128 recent tokens; use at least 4"),
+        ({"recent": 100}, "recent=100 must be a multiple of 16"),
+        ({"sink": 129}, "sink=129 is out of range"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"held_out": 0}, "held_out=0"),
+    ],
+)
+def test_unusable_options_are_refused(tmp_path, options, message):
+    with pytest.raises(OscarConfigError, match=message):
+        calibrate(random_model(), tmp_path, **FAST | options)
+
+
+def test_too_little_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 300)
+    with pytest.raises(OscarConfigError, match=r"a.txt gives \d samples of 512 tokens; at least 4 are needed"):
+        calibrate(random_model(), tmp_path / "out", dataset=str(tmp_path / "a.txt"), **FAST)
+
+
+def test_an_artifact_is_not_replaced_unasked(tmp_path):
+    calibrate(random_model(), tmp_path, **FAST)
+    with pytest.raises(OscarConfigError, match="already holds an artifact"):
+        calibrate(random_model(), tmp_path, **FAST)
+    calibrate(random_model(), tmp_path, overwrite=True, **FAST)
+
+
+def test_nan_weights_are_named(tmp_path):
+    model = random_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 3] = float("nan")
+    with pytest.raises(OscarConfigError, match=r"weight model.layers.1.mlp.up_proj.weight holds non-finite"):
+        calibrate(model, tmp_path, **FAST)
+
+
+def test_odd_head_sizes_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(OscarUnsupportedError, match="llama has head size 80; INT2 pages exist for 64, 128, 256"):
+        calibrate(random_model(head_size=80), tmp_path, **FAST)
+
+
+def test_models_without_full_attention_layers_are_refused(tmp_path):
+    model = random_model(family="gemma3")
+    model.config.layer_types = ["sliding_attention"] * 2
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window, layer.attention_type = 32, "sliding_attention"
+    with pytest.raises(OscarUnsupportedError, match=r"sent no full-attention layer .*sliding window of 32"):
+        calibrate(model, tmp_path, **FAST)
+
+
+def test_the_command_line_ends_with_the_table_or_one_line(tmp_path, capsys, monkeypatch):
+    """End to end through `python -m calib`'s own parser, with a model folder on disk."""
+    random_model().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("calib.pipeline.AutoTokenizer.from_pretrained", lambda *_, **__: ByteTokenizer())
+    command = [
+        *("--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "out")),
+        *("--num-samples", "3", "--held-out", "1", "--max-length", "512", "--recent", "128"),
+    ]
+    capsys.readouterr()
+    assert main([*command, "--preset", "reference", "--zero", "page"]) == 1
+    assert capsys.readouterr().err == "error: quantizer='minmax' needs zero='token'; add --zero token\n"
+    assert main([*command, "--max-bits", "8", "--ridge", "1e-3", "--seed", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "held-out text: KL to the exact model" in output
+    artifact = Artifact.load(tmp_path / "out")
+    assert (artifact.method["max_bits"], artifact.method["ridge"]) == (8, 1e-3)
+    assert artifact.model == str(tmp_path / "model")
+
+
+def test_kept_statistics_serve_another_recipe(tmp_path, monkeypatch):
+    model = random_model()
+    reference = {"recipe": PRESETS["reference"]}
+    straight = calibrate(model, tmp_path / "straight", **reference, **FAST).artifact.artifact_id
+    calibrate(model, tmp_path / "kept", keep_statistics=True, **FAST)
+    monkeypatch.setattr("calib.statistics.Statistics.observe", lambda *_: pytest.fail("collected again"))
+    again = calibrate(model, tmp_path / "kept", overwrite=True, **reference, **FAST).artifact.artifact_id
+    assert again == straight
+    assert not (tmp_path / "kept" / CHECKPOINT).exists()

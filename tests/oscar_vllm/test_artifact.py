@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an artifact must survive: being read back, and everything that can be wrong with the files or the model."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config
+
+from oscar_vllm.__main__ import main
+from oscar_vllm.artifact import (
+    CONFIG_FILE,
+    TENSOR_FILE,
+    Artifact,
+    hadamard_codecs,
+    import_rotationzoo,
+    model_geometry,
+)
+from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
+from triton_ops.codec import Quantizer, allocate_bits, hadamard, rotation_codec, spectral_codec
+
+HEADS, D, LAYERS = 2, 64, 3
+SHAPE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": HEADS,
+    "head_dim": D,
+    "num_hidden_layers": LAYERS,
+}
+CONFIG = LlamaConfig(**SHAPE)
+
+
+def orthogonal(seed: int, heads: int = HEADS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(heads, D, D, dtype=torch.float64, generator=generator)).Q
+
+
+def spectral(seed: int, max_bits: int):
+    variance = torch.logspace(1, -3, D, dtype=torch.float64).expand(HEADS, D)
+    stretch = torch.logspace(-1, 1, D, dtype=torch.float64)
+    directions = orthogonal(seed) * stretch
+    return spectral_codec(
+        directions, torch.linalg.inv(directions), variance,
+        torch.stack([allocate_bits(row, 2 * D, max_bits) for row in variance]),
+        kappa=1.1, value_rotation=orthogonal(seed + 1), value_quantizer=Quantizer("gauss", 1.0),
+    )  # fmt: skip
+
+
+def example() -> Artifact:
+    """Layers 0 and 2 of three: four bits and eight bits at most."""
+    return Artifact(
+        layers={0: spectral(0, 4), 2: spectral(2, 8)},
+        geometry=model_geometry(CONFIG),
+        model="some/model",
+        revision="abc",
+        sink=32,
+        recent=512,
+        method={"allocation": "spectral"},
+        calibration={"seed": 3},
+        metrics={"model": {"kl": 0.01}},
+    )
+
+
+def test_saved_and_loaded_is_equal(tmp_path):
+    artifact = example()
+    loaded = Artifact.load(artifact.save(tmp_path / "a"))
+    for name in ("geometry", "model", "revision", "sink", "recent", "method", "calibration", "metrics", "artifact_id"):
+        assert getattr(loaded, name) == getattr(artifact, name), name
+    assert sorted(loaded.layers) == [0, 2]
+    for index, codec in artifact.layers.items():
+        other = loaded.layers[index]
+        for name in ("zero", "key_quantizer", "value_quantizer"):
+            assert getattr(codec, name) == getattr(other, name), name
+        for name, tensor in codec.tensors():
+            assert torch.equal(tensor, getattr(other, name)), name
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {CONFIG_FILE, TENSOR_FILE}
+
+
+def test_the_id_follows_every_part():
+    artifact = example()
+    changed = [
+        replace(artifact, sink=64),
+        replace(artifact, metrics={}),
+        replace(artifact, layers={0: artifact.layers[0]}),
+        replace(artifact, layers=artifact.layers | {0: spectral(5, 4)}),
+    ]
+    assert len({a.artifact_id for a in [artifact, *changed]}) == 5
+    assert example().artifact_id == artifact.artifact_id
+
+
+# ---------------------------------------------------------------------------------------------- damaged files
+
+
+def test_missing_files_name_the_command(tmp_path):
+    with pytest.raises(OscarArtifactError, match=r"does not exist; give a folder made by `python -m calib --model"):
+        Artifact.load(tmp_path / "none")
+    with pytest.raises(OscarArtifactError, match=r"holds no oscar_config.json; make an artifact with `python -m calib"):
+        Artifact.load(tmp_path)
+    example().save(tmp_path)
+    (tmp_path / TENSOR_FILE).unlink()
+    with pytest.raises(OscarArtifactError, match="lacks oscar_rotations.safetensors"):
+        Artifact.load(tmp_path)
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path):
+    example().save(tmp_path)
+    with pytest.raises(OscarArtifactError, match="revision 'main' has no meaning for the local folder"):
+        Artifact.load(tmp_path, revision="main")
+
+
+def test_a_hub_id_is_fetched_with_its_revision(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    artifact, asked = example(), []
+    artifact.save(tmp_path)
+
+    def fetch(name, *, revision, allow_patterns):
+        asked.append((name, revision, sorted(allow_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert Artifact.load("team/oscar-model", revision="v1").artifact_id == artifact.artifact_id
+    assert asked == [("team/oscar-model", "v1", [CONFIG_FILE, TENSOR_FILE])]
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OscarArtifactError, match=r"team/oscar-model is neither a folder nor available from the hub"):
+        Artifact.load("team/oscar-model")
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, TENSOR_FILE])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_truncated_files_are_refused(tmp_path, name, share):
+    example().save(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: int(share * len(content))])
+    with pytest.raises(OscarArtifactError, match=r"damaged|changed"):
+        Artifact.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, bytes]:
+    folder = example().save(tmp_path_factory.mktemp("saved"))
+    return {name: (folder / name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE)}
+
+
+@given(st.sampled_from([CONFIG_FILE, TENSOR_FILE]), st.integers(0), st.integers(0, 7), st.booleans())
+def test_any_flipped_bit_is_noticed(tmp_path_factory, saved, name, offset, bit, in_header):
+    """One bit anywhere; half of the flips of the tensor file aim at its header."""
+    content = bytearray(saved[name])
+    limit = 2000 if in_header and name == TENSOR_FILE else len(content)
+    content[offset % limit] ^= 1 << bit
+    folder = tmp_path_factory.mktemp("flipped")
+    for other, raw in saved.items():
+        (folder / other).write_bytes(bytes(content) if other == name else raw)
+    try:
+        loaded = Artifact.load(folder)
+    except OscarArtifactError:
+        return
+    # A flip that means the same (white space, the file's own metadata) may load, as the same artifact.
+    assert loaded.artifact_id == example().artifact_id
+
+
+def test_another_schema_or_format_is_refused(tmp_path):
+    for key, value, message in (
+        ("schema_version", 2, "has schema version 2, this program reads 1"),
+        ("format", "other", "is not an oscar_int2 artifact"),
+    ):
+        example().save(tmp_path)
+        config = json.loads((tmp_path / CONFIG_FILE).read_text())
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {key: value}))
+        with pytest.raises(OscarArtifactError, match=message):
+            Artifact.load(tmp_path)
+
+
+def test_a_consistent_id_does_not_excuse_a_missing_entry(tmp_path):
+    from oscar_vllm.artifact import _artifact_id
+
+    artifact = example()
+    artifact.save(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    del config["artifact_id"], config["layers"]["2"]["value_quantizer"]
+    config["artifact_id"] = _artifact_id(artifact._tensors(), config)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(OscarArtifactError, match=r"does not follow the schema: KeyError\('value_quantizer'\)"):
+        Artifact.load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- wrong content
+
+
+def broken(index: int, **changes) -> Artifact:
+    artifact = example()
+    return replace(artifact, layers=artifact.layers | {index: replace(artifact.layers[index], **changes)})
+
+
+def altered(tensor: torch.Tensor, where: tuple, value: float) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[where] = value
+    return tensor
+
+
+CODEC = spectral(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value_rotation": CODEC.value_rotation * 1.001}, "value_rotation is not orthogonal, max.* = 2.00e-03"),
+        ({"key_encode": altered(CODEC.key_encode, (1, 3, 5), float("nan"))}, "layer 0: key_encode holds non-finite"),
+        ({"value_mean": altered(CODEC.value_mean, (0, 0), float("inf"))}, "layer 0: value_mean holds non-finite"),
+        ({"key_query": CODEC.key_query * 1.01}, "key_encode and key_query are not inverse"),
+        ({"key_encode": altered(CODEC.key_encode, (1, 0, 0), 9.0)}, "digits do not belong together|not inverse"),
+        ({"key_digit": torch.zeros_like(CODEC.key_digit)}, "key_levels must be"),
+        ({"key_digit": CODEC.key_digit * 2}, "key_digit does not count 0, 1"),
+        ({"key_digit": CODEC.key_digit + 1}, "key_digit does not count 0, 1"),
+        ({"key_levels": torch.full_like(CODEC.key_levels, 4)}, "key_levels must be"),
+        ({"key_weight": torch.zeros_like(CODEC.key_weight)}, "key_weight must be positive"),
+        ({"key_mean": CODEC.key_mean.double()}, "key_mean has dtype torch.float64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_inconsistent_layers_are_refused(changes, message):
+    with pytest.raises(OscarArtifactError, match=message):
+        broken(0, **changes).validate()
+
+
+def test_a_digits_own_column_is_checked():
+    codec = example().layers[2]
+    slot = int((codec.key_digit[0] == 1).nonzero()[0])
+    for name in ("key_encode", "key_query"):
+        tensor = getattr(codec, name)
+        tensor = altered(tensor, (0, 7, slot), float(tensor[0, 7, slot]) * 1.01 + 1e-3)
+        with pytest.raises(OscarArtifactError, match="layer 2: the columns of a direction's digits do not belong"):
+            broken(2, **{name: tensor}).validate()
+
+
+def test_impossible_layers_are_refused():
+    artifact = example()
+    with pytest.raises(OscarArtifactError, match="no layer; calibrate a model"):
+        replace(artifact, layers={}).validate()
+    with pytest.raises(OscarArtifactError, match="layer 7 is beyond the model's 3 layers"):
+        replace(artifact, layers={7: CODEC}).validate()
+    with pytest.raises(OscarArtifactError, match="layer 0 has 1 KV heads of size 64, the model has 2 of size 64"):
+        replace(artifact, layers={0: CODEC.heads(slice(0, 1))}).validate()
+    token = rotation_codec(
+        orthogonal(0), orthogonal(1), zero="token",
+        key_quantizer=Quantizer("gauss", 1.0), value_quantizer=Quantizer("gauss", 1.0),
+    )  # fmt: skip
+    with pytest.raises(OscarArtifactError, match=r"alike, found \['page', 'token'\]"):
+        replace(artifact, layers={0: CODEC, 1: token}).validate()
+
+
+def test_saving_an_invalid_artifact_writes_nothing(tmp_path):
+    with pytest.raises(OscarArtifactError, match="not inverse"):
+        broken(0, key_query=CODEC.key_query * 2).save(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+
+def test_the_fitted_model_is_accepted():
+    example().check_model(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 4}, "num_hidden_layers is 4, fitted on 3"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, fitted on 2"),
+        ({"head_dim": 128}, "head_size is 128, fitted on 64"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_theta is 500000.0, fitted on 10000.0"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "rope_type is 'linear', fit"),
+    ],
+)
+def test_another_model_is_refused_with_the_difference(config, message):
+    with pytest.raises(OscarArtifactError, match=message) as caught:
+        example().check_model(LlamaConfig(**SHAPE | config))
+    assert "was fitted on some/model" in str(caught.value)
+    assert "python -m calib --model" in str(caught.value)
+
+
+def test_another_family_of_equal_shape_is_refused():
+    config = Qwen2Config(**SHAPE)
+    with pytest.raises(OscarArtifactError, match="model_type is 'qwen2', fitted on 'llama'"):
+        example().check_model(config)
+
+
+def test_models_without_pages_are_refused():
+    with pytest.raises(OscarUnsupportedError, match=r"deepseek_v3 uses latent attention .kv_lora_rank=512."):
+        model_geometry(DeepseekV3Config())
+    with pytest.raises(OscarUnsupportedError, match="llama has head size 96; INT2 pages exist for 64, 128, 256"):
+        model_geometry(LlamaConfig(head_dim=96))
+
+
+# ---------------------------------------------------------------------------------------------- other sources
+
+
+@pytest.mark.parametrize("zero", ["page", "token"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_data_free_codecs_are_valid(head_size, zero):
+    codecs = hadamard_codecs(2, 3, head_size, zero)
+    geometry = {"num_hidden_layers": 2, "num_key_value_heads": 3, "head_size": head_size}
+    Artifact(layers=codecs, geometry=geometry, model="m").validate()
+    assert codecs[0].zero == zero
+    assert torch.equal(codecs[0].value_rotation[1], hadamard(head_size).float())
+
+
+def test_data_free_codecs_need_a_page_layout():
+    with pytest.raises(OscarUnsupportedError, match="head size 80"):
+        hadamard_codecs(1, 1, 80)
+
+
+def write_zoo(path: Path, version: int, seed: int, layers: int = LAYERS) -> list[torch.Tensor]:
+    rotations = [orthogonal(seed + i)[0] if version == 1 else orthogonal(seed + i) for i in range(layers)]
+    content = [{"rotation": r.float(), "eigenvalues": torch.ones(r.shape[:-1])} for r in rotations]
+    torch.save({"format_version": version, "layers": content}, path)
+    return rotations
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_rotationzoo_files_become_an_artifact(tmp_path, version):
+    keys, values = (write_zoo(tmp_path / name, version, seed) for name, seed in (("k.pt", 0), ("v.pt", 10)))
+    artifact = import_rotationzoo(tmp_path / "k.pt", tmp_path / "v.pt", CONFIG, model="some/model")
+    loaded = Artifact.load(artifact.save(tmp_path / "out"))
+    for index in range(LAYERS):
+        codec = loaded.layers[index]
+        expected_keys, expected_values = (r[index].float().expand(HEADS, D, D) for r in (keys, values))
+        assert torch.equal(codec.key_encode, expected_keys)
+        assert torch.equal(codec.key_query, expected_keys)
+        assert torch.equal(codec.value_rotation, expected_values)
+        assert codec.zero == "token"
+        assert (codec.key_quantizer, codec.value_quantizer) == (Quantizer("minmax", 0.96), Quantizer("minmax", 0.92))
+
+
+def test_rotationzoo_files_that_do_not_fit_are_refused(tmp_path):
+    good, bad = tmp_path / "good.pt", tmp_path / "bad.pt"
+    write_zoo(good, 2, 0)
+    for content, message in (
+        ({"format_version": 3, "layers": []}, "has format_version 3; RotationZoo versions 1 and 2"),
+        ({"layers": []}, "has format_version None"),
+        ([1], "has format_version None"),
+        ({"format_version": 1, "layers": []}, "has no layers"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(32)}]}, r"\(32, 32\), the model needs \(64, 64\)"),
+        ({"format_version": 2, "layers": [{"eigenvalues": torch.ones(4)}]}, "rotation of shape None"),
+        ({"format_version": 1, "layers": [{"rotation": 2 * torch.eye(D)}] * 3}, "not inverse|not orthogonal"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(D)}]}, r"has layers \[0\], .* they must agree"),
+    ):
+        torch.save(content, bad)
+        with pytest.raises(OscarArtifactError, match=message):
+            import_rotationzoo(bad, good, CONFIG, model="m")
+    with pytest.raises(OscarArtifactError, match=r"missing.pt does not exist"):
+        import_rotationzoo(tmp_path / "missing.pt", good, CONFIG, model="m")
+
+
+class _Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("container", ["torch", "pickle"])
+def test_code_in_a_rotation_file_is_not_executed(tmp_path, container):
+    mark, bad = tmp_path / "executed", tmp_path / "bad.pt"
+    content = {"format_version": 1, "layers": [_Malicious(mark)]}
+    if container == "torch":
+        torch.save(content, bad)
+    else:
+        bad.write_bytes(pickle.dumps(content))
+    with pytest.raises(OscarArtifactError, match="no RotationZoo file that can be read safely"):
+        import_rotationzoo(bad, bad, CONFIG, model="m")
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(_Malicious(mark)))
+    assert mark.exists()  # the content would have done it
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def test_inspect_shows_or_refuses(tmp_path, capsys):
+    artifact = example()
+    artifact.save(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert artifact.artifact_id in output
+    assert "layers       2 with INT2 pages: 0, 2" in output
+    assert "sink 32, recent 512" in output
+    (tmp_path / TENSOR_FILE).write_bytes(b"x")
+    assert main(["inspect", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_inspect_counts_the_bits_of_each_layer(tmp_path, capsys):
+    example().save(tmp_path)
+    main(["inspect", str(tmp_path)])
+    rows = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()[-2:]]
+    for row, max_bits in zip(rows, (4, 8), strict=True):
+        counts = [int(count) for count in row.split(" / ")]
+        bits = allocate_bits(torch.logspace(1, -3, D, dtype=torch.float64), 2 * D, max_bits)
+        assert counts == torch.bincount(bits // 2, minlength=5).tolist()
+
+
+def test_import_from_the_command_line(tmp_path, capsys):
+    CONFIG.save_pretrained(tmp_path / "model")
+    for name, seed in (("k.pt", 0), ("v.pt", 10)):
+        write_zoo(tmp_path / name, 2, seed)
+    files = ["--keys", str(tmp_path / "k.pt"), "--values", str(tmp_path / "v.pt")]
+    command = ["import-rotationzoo", *files, "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "out")]
+    assert main(command) == 0
+    Artifact.load(tmp_path / "out").check_model(CONFIG)
+    assert main([*command[:2], str(tmp_path / "none.pt"), *command[3:]]) == 1
+    assert "none.pt does not exist" in capsys.readouterr().err
+
+
+def test_artifacts_are_read_without_vllm_and_transformers():
+    code = "import sys, oscar_vllm.artifact; print([m for m in ('vllm', 'transformers') if m in sys.modules])"
+    root = Path(__file__).parent.parent.parent
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "[]"
+
+
+def test_random_bytes_are_refused(tmp_path):
+    generator = random.Random(0)
+    for _ in range(20):
+        example().save(tmp_path)
+        (tmp_path / TENSOR_FILE).write_bytes(generator.randbytes(generator.randrange(4096)))
+        with pytest.raises(OscarArtifactError, match="damaged"):
+            Artifact.load(tmp_path)
