@@ -495,11 +495,11 @@ class Traffic(RuleBasedStateMachine):
         name = self._pick(data, lambda running: running.request.num_tokens < 1300)
         for _ in range(steps if name else 0):
             running = self.engine.running[name]
-            if len(running.in_flight) < self.engine.spec.concurrent_batches:
-                if not self.engine.step(name, 200, self.engine.spec.speculative_tokens) and not running.in_flight:
-                    break
-            if running.in_flight:
-                self.engine.process(name, rejected)
+            room = len(running.in_flight) < self.engine.spec.concurrent_batches
+            scheduled = room and self.engine.step(name, 200, self.engine.spec.speculative_tokens)
+            if not scheduled and not running.in_flight:
+                break
+            self.engine.process(name, rejected)
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data())

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a finished engine configuration: what is completed, what is refused, what is announced."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oscar_vllm
+from oscar_vllm import plugin
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+@pytest.fixture
+def config(folder):
+    """A configuration as vLLM builds it, before `prepare`; tests change a field of it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    oscar_vllm.register()
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        additional_config={"oscar": {"rotation": "hadamard"}},
+        max_model_len=2048,
+    )
+    vllm_config = arguments.create_engine_config()
+    vllm_config.cache_config.cache_dtype = "oscar_int2"
+    return vllm_config
+
+
+def change(target, path: str, value) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        target = getattr(target, parent)
+    object.__setattr__(target, name, value)
+
+
+def test_an_ordinary_configuration_is_described_in_one_line(config):
+    line = plugin.validate_vllm_config(config)
+    assert "\n" not in line
+    for part in (
+        "2.25 bits per element",
+        f"{2 * 2 * 72} bytes per token (2 layers, 2 KV heads of size 128)",
+        "the first 64 and last 256 tokens stay bfloat16",
+        "prefill exact",
+        "data-free Hadamard rotation",
+    ):
+        assert part in line
+
+
+def test_prepare_logs_the_summary_once(config, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("oscar_vllm"), "parent", logging.getLogger())
+    with caplog.at_level(logging.INFO, logger="oscar_vllm"):
+        plugin.prepare(config)
+    assert [record.message.startswith("OSCAR KV cache: 2.25 bits") for record in caplog.records] == [True]
+
+
+def test_log_records_reach_vllms_handlers():
+    oscar_vllm.register()
+    assert logging.getLogger("oscar_vllm").parent is logging.getLogger("vllm")
+    assert plugin.logger.hasHandlers()
+
+
+REFUSED = {
+    "no hybrid manager": (
+        "scheduler_config.disable_hybrid_kv_cache_manager",
+        True,
+        "--disable-hybrid-kv-cache-manager",
+    ),
+    "connector": ("kv_transfer_config", SimpleNamespace(), "--kv-transfer-config"),
+    "offloading": ("cache_config.kv_offloading_size", 1.0, "--kv-offloading-size"),
+    "decode context parallel": ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 2"),
+    "prefill context parallel": (
+        "parallel_config.prefill_context_parallel_size",
+        2,
+        "--prefill-context-parallel-size",
+    ),
+    "dual batch overlap": ("parallel_config.enable_dbo", True, "--enable-dbo"),
+    "fast prefill": ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    "hisparse": ("attention_config.hisparse_config", SimpleNamespace(), "HiSparse"),
+    "soft cap": ("model_config.hf_text_config.attn_logit_softcapping", 30.0, "soft cap"),
+    "alibi": ("model_config.hf_text_config.alibi", True, "ALiBi"),
+    "alibi by position embedding": ("model_config.hf_text_config.position_embedding_type", "alibi", "ALiBi"),
+    "alibi in attn_config": ("model_config.hf_text_config.attn_config", {"alibi": True}, "ALiBi"),
+    "learned sinks": ("model_config.hf_text_config.model_type", "gpt_oss", "learned attention sinks"),
+    "sliding window only": ("cache_config.sliding_window", 512, "nothing to compress"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_what_why_and_what_instead_in_one_line(config, case):
+    path, value, message = REFUSED[case]
+    change(config, path, value)
+    with pytest.raises(OscarUnsupportedError) as caught:
+        plugin.validate_vllm_config(config)
+    text = str(caught.value)
+    assert message in text
+    assert text.startswith("--kv-cache-dtype oscar_int2 ")
+    assert "\n" not in text
+    assert "use --kv-cache-dtype auto" in text
+
+
+MODEL_KINDS = {
+    "latent attention": ("use_mla", True, "latent attention"),
+    "mamba hybrid": ("is_hybrid", True, "Mamba or linear-attention"),
+    "attention free": ("is_attention_free", True, "Mamba or linear-attention"),
+    "encoder decoder": ("is_encoder_decoder", True, "encoder or cross attention"),
+    "encoder only": ("attn_type", "encoder_only", "encoder or cross attention"),
+    "image prefix": ("is_mm_prefix_lm", True, "bidirectional attention"),
+    "chunked local attention": ("attention_chunk_size", 8192, "chunked local attention"),
+}
+
+
+@pytest.mark.parametrize("case", MODEL_KINDS)
+def test_kinds_of_models_that_are_refused(case):
+    name, value, message = MODEL_KINDS[case]
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(model_type="some"),
+        use_mla=False,
+        is_hybrid=False,
+        is_attention_free=False,
+        is_encoder_decoder=False,
+        attn_type="decoder",
+        is_mm_prefix_lm=False,
+        attention_chunk_size=None,
+    )
+    vllm_config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(sliding_window=None))
+    assert list(plugin._unsupported_model(vllm_config)) == []
+    setattr(model, name, value)
+    (problem,) = plugin._unsupported_model(vllm_config)
+    assert message in problem
+    assert problem.endswith("use --kv-cache-dtype auto")
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_block_sizes_other_than_a_page_are_refused(config, block_size):
+    config.cache_config.user_specified_block_size = True
+    config.cache_config.block_size = block_size
+    with pytest.raises(OscarConfigError, match=f"--block-size {block_size}: .* pages hold 128 tokens"):
+        plugin.validate_vllm_config(config)
+    config.cache_config.block_size = 128
+    plugin.validate_vllm_config(config)
+
+
+def test_head_sizes_without_a_page_are_refused_unless_nothing_is_packed(config, monkeypatch):
+    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda self: 80)
+    with pytest.raises(OscarUnsupportedError, match=r"no page layout for head size 80 \(it has 64, 128, 256\)"):
+        plugin.validate_vllm_config(config)
+    config.additional_config["oscar"] = {"payload": "float"}
+    assert "nothing is compressed" in plugin.validate_vllm_config(config)
+
+
+def test_batch_invariant_mode_is_refused_with_our_own_alternative(config, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(OscarUnsupportedError, match='"prefill": "invariant"'):
+        plugin.validate_vllm_config(config)
+
+
+def test_an_engine_without_artifact_is_refused(config, folder):
+    config.additional_config["oscar"] = {}
+    with pytest.raises(OscarArtifactError, match=f"python -m calib --model {folder}"):
+        plugin.validate_vllm_config(config)
+
+
+def test_an_unknown_option_is_refused(config):
+    config.additional_config["oscar"] = {"rotatoin": "hadamard"}
+    with pytest.raises(OscarConfigError, match="did you mean 'rotation'"):
+        plugin.validate_vllm_config(config)
+
+
+# ---- what is completed ----------------------------------------------------------------------------------------------
+
+
+def test_sliding_window_layers_are_skipped_and_not_counted(config):
+    change(config, "model_config.hf_text_config.layer_types", ["sliding_attention", "full_attention"])
+    config.cache_config.kv_cache_dtype_skip_layers = ["7"]
+    plugin.keep_sliding_window_layers(config)
+    plugin.keep_sliding_window_layers(config)
+    assert config.cache_config.kv_cache_dtype_skip_layers == ["7", "sliding_window"]
+    assert "(1 layers, 2 KV heads" in plugin.validate_vllm_config(config)
+
+
+def test_models_without_sliding_windows_skip_nothing(config):
+    plugin.keep_sliding_window_layers(config)
+    assert config.cache_config.kv_cache_dtype_skip_layers == []
+
+
+def speculative(method: str, kv_cache_dtype: str | None = None):
+    return SimpleNamespace(
+        method=method,
+        kv_cache_dtype=kv_cache_dtype,
+        use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
+        uses_draft_model=lambda: method == "draft_model",
+    )
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("eagle3", "auto"), ("draft_model", "auto"), ("ngram", None)])
+def test_draft_layers_keep_the_draft_models_dtype(method, dtype):
+    vllm_config = SimpleNamespace(speculative_config=speculative(method), use_v2_model_runner=False)
+    plugin.keep_draft_dtype(vllm_config)
+    assert vllm_config.speculative_config.kv_cache_dtype == dtype
+
+
+def test_an_explicit_draft_dtype_is_kept_unless_it_is_ours():
+    vllm_config = SimpleNamespace(speculative_config=speculative("eagle3", "fp8"), use_v2_model_runner=False)
+    plugin.keep_draft_dtype(vllm_config)
+    assert vllm_config.speculative_config.kv_cache_dtype == "fp8"
+    vllm_config.speculative_config.kv_cache_dtype = "oscar_int2"
+    with pytest.raises(OscarUnsupportedError, match="draft layers keep the draft model's dtype"):
+        plugin.keep_draft_dtype(vllm_config)
+
+
+@pytest.mark.parametrize(("version", "refused"), [((0, 32), True), ((0, 33), False)])
+def test_a_runner_that_ignores_the_draft_dtype_is_refused(monkeypatch, version, refused):
+    monkeypatch.setattr("oscar_vllm.compat.vllm_version", lambda: version)
+    vllm_config = SimpleNamespace(speculative_config=speculative("mtp"), use_v2_model_runner=True)
+    if refused:
+        with pytest.raises(OscarUnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            plugin.keep_draft_dtype(vllm_config)
+    else:
+        plugin.keep_draft_dtype(vllm_config)
+
+
+def test_no_speculation_nothing_to_keep():
+    plugin.keep_draft_dtype(SimpleNamespace(speculative_config=None))
+
+
+def test_an_artifact_for_another_model_is_refused(config, tmp_path):
+    from transformers import AutoConfig
+
+    from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
+
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 4}))
+    other = Artifact(
+        layers={layer: hadamard_codecs(1, 4, 128)[0] for layer in range(2)},
+        geometry=model_geometry(AutoConfig.from_pretrained(tmp_path)),
+        model="another",
+    )
+    config.additional_config["oscar"] = {"artifact": str(other.save(tmp_path / "artifact"))}
+    with pytest.raises(OscarArtifactError, match="fitted on another and does not fit this model"):
+        plugin.validate_vllm_config(config)
+
+
+def test_the_summary_names_the_artifact_and_takes_its_windows(config, tmp_path):
+    from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
+
+    artifact = Artifact(
+        layers={layer: hadamard_codecs(1, 2, 128)[0] for layer in range(2)},
+        geometry=model_geometry(config.model_config.hf_config),
+        model="this one",
+        sink=32,
+        recent=512,
+    )
+    config.additional_config["oscar"] = {"artifact": str(artifact.save(tmp_path / "artifact"))}
+    line = plugin.validate_vllm_config(config)
+    assert f"artifact {artifact.artifact_id}, fitted on this one" in line
+    assert "the first 32 and last 512 tokens" in line
+    assert torch.bfloat16 == config.model_config.dtype
