@@ -88,7 +88,7 @@ def _kth_smallest(x, kth):
     bits = x.to(tl.int32, bitcast=True)
     found = tl.zeros([x.shape[0]], tl.int32)
     for i in tl.static_range(31):
-        low: tl.constexpr = 1 << (30 - i)
+        low = 1 << (30 - i)
         below = tl.sum((bits < (found + low)[:, None]).to(tl.int32), 1)
         found = tl.where(below <= kth, found + low, found)
     return found.to(tl.float32, bitcast=True)
@@ -393,7 +393,9 @@ def launch_shape(*, bound: int, num_heads: int, head_size: int) -> tuple[int, in
 
     Every part of a page sums the whole page's keys for the mean, so parts are no smaller than needed.
     """
-    if head_size == 256 or bound * num_heads <= 128:
+    if head_size == 256:
+        return 32, 8
+    if bound * num_heads <= 128:
         return 32, 4
     return (64, 4) if bound * num_heads <= 512 else (128, 8)
 
@@ -422,6 +424,7 @@ def demote(
     precision: str = "tf32x3",
     tokens_per_program: int | None = None,
     num_warps: int | None = None,
+    num_stages: int = 2,
 ) -> None:
     """Quantize and pack every page whose last token is in the step; independent of `append` in the same step.
 
@@ -443,6 +446,7 @@ def demote(
         precision: ``"tf32x3"`` or ``"ieee"``: how the projections multiply.
         tokens_per_program: 32, 64 or 128 tokens of a page per program; by default `launch_shape`.
         num_warps: warps per program; by default `launch_shape`.
+        num_stages: depth of the pipeline over the projection's inner dimension.
 
     Raises:
         ValueError: shapes, strides or codec do not agree.
@@ -521,5 +525,6 @@ def demote(
         VALUE_ZERO=layout.value_zero,
         KEY_ZERO=layout.key_zero,
         num_warps=num_warps or warps,
+        num_stages=num_stages,
         enable_fp_fusion=False,
     )

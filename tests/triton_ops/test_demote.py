@@ -273,7 +273,7 @@ def test_launch_choices():
     assert launch_shape(bound=1, num_heads=8, head_size=128) == (32, 4)
     assert launch_shape(bound=64, num_heads=8, head_size=128) == (64, 4)
     assert launch_shape(bound=782, num_heads=8, head_size=128) == (128, 8)
-    assert launch_shape(bound=782, num_heads=8, head_size=256) == (32, 4)
+    assert launch_shape(bound=782, num_heads=8, head_size=256) == (32, 8)
     assert quantile_index(Quantizer("minmax", 0.92), 128) == 117
     assert quantile_index(Quantizer("minmax", 1.0), 128) == 127
     assert quantile_index(Quantizer("gauss", 1.1), 128) == 0
