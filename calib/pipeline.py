@@ -48,14 +48,15 @@ class CalibrationResult:
     def table(self) -> str:
         """Spectrum and errors per layer, as text."""
         lines = [
-            "                key attention KL, nats           value output error           constants",
-            "layer  top 1/8  identity hadamard   chosen   identity hadamard   chosen      K      V",
+            "                key attention KL, nats           value output error           constants  most bits,",
+            "layer  top 1/8  identity hadamard   chosen   identity hadamard   chosen      K      V  spread",
         ]
         for index, choice in sorted(self.choices.items()):
             keys = "".join(f"{choice.key_kl[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
             values = "".join(f"{choice.value_error[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
+            basis = f"{choice.recipe.max_bits} {choice.recipe.spread}" if choice.recipe.allocation == "spectral" else ""
             constants = f"{choice.codec.key_quantizer.constant:7.2f}{choice.codec.value_quantizer.constant:7.2f}"
-            lines.append(f"{index:5d}  {choice.concentration:6.1%} {keys}  {values} {constants}")
+            lines.append(f"{index:5d}  {choice.concentration:6.1%} {keys}  {values} {constants}  {basis}".rstrip())
         lines += [f"{index:5d}  stays BF16: {reason}" for index, reason in sorted(self.skipped.items())]
         figures = self.artifact.metrics["model"]
         lines.append(

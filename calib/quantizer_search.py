@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose each layer's quantizer constants by the error that counts, on text the statistics have not seen.
+"""Choose each layer's key basis and quantizer constants by the error that counts, on text the statistics lack.
 
 Keys are judged by the Kullback-Leibler divergence between the attention weights over exact and over quantized keys,
 values by the relative error of the attention output under exact weights, both with the BF16 segments in place.
@@ -14,12 +14,12 @@ from einops import rearrange
 from torch import Tensor
 
 from calib.capture import AttentionCall
-from calib.rotation import LayerBasis, Recipe, data_free, layer_basis, spectrum_concentration
+from calib.rotation import Recipe, data_free, layer_basis, spectrum_concentration
 from calib.simulate import Segments, grouped_logits, quantized_keys, quantized_values
 from calib.statistics import LayerStatistics, Statistics
 from triton_ops.codec import LayerCodec
 
-KEY_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2, 1.35), "minmax": (0.9, 0.94, 0.96, 0.98, 1.0)}
+KEY_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2, 1.4), "minmax": (0.9, 0.94, 0.96, 0.98, 1.0)}
 VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1.0)}
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
@@ -33,6 +33,7 @@ class LayerChoice:
 
     Attributes:
         codec: the chosen codec.
+        recipe: the chosen alternative of the run's recipe.
         concentration: share of the logit's variance in the first eighth of the key directions.
         key_kl: attention-weight KL (nats per query) of ``"identity"``, ``"hadamard"`` and ``"chosen"``.
         value_error: squared output error over squared output of the same three.
@@ -40,13 +41,20 @@ class LayerChoice:
     """
 
     codec: LayerCodec
+    recipe: Recipe
     concentration: float
     key_kl: dict[str, float]
     value_error: dict[str, float]
 
     def metrics(self) -> dict:
         """The figures as plain values, for the artifact."""
-        return {"concentration": self.concentration, "key_kl": self.key_kl, "value_error": self.value_error}
+        return {
+            "max_bits": self.recipe.max_bits,
+            "spread": self.recipe.spread,
+            "concentration": self.concentration,
+            "key_kl": self.key_kl,
+            "value_error": self.value_error,
+        }
 
 
 class QuantizerSearch:
@@ -62,72 +70,85 @@ class QuantizerSearch:
     def __init__(self, statistics: Statistics, recipe: Recipe, segments: Segments) -> None:
         self.statistics, self.recipe, self.segments = statistics, recipe, segments
         self.samples = 0
-        self._bases: dict[int, LayerBasis] = {}
-        self._candidates: dict[int, dict[str, dict[str, LayerCodec]]] = {}
-        self._errors: dict[int, dict[str, dict[str, float]]] = {}
+        self._candidates: dict[int, _Candidates] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         candidates = self._candidates.get(call.layer)
         if candidates is None:
-            basis = self._bases[call.layer] = layer_basis(self.statistics.layers[call.layer], self.recipe)
-            candidates = {
-                part: {name: codec.to(call.query.device) for name, codec in codecs.items()}
-                for part, codecs in self._build(self.statistics.layers[call.layer], basis).items()
-            }
-            self._candidates[call.layer] = candidates
-            self._errors[call.layer] = {part: dict.fromkeys(codecs, 0.0) for part, codecs in candidates.items()}
-        errors = self._errors[call.layer]
+            statistics = self.statistics.layers[call.layer]
+            candidates = self._candidates[call.layer] = _Candidates(statistics, self.recipe, call.query.device)
         for query, key, value in zip(call.query, call.key, call.value, strict=True):
-            measure = _measure(call, query, key, value, self.segments)
-            for part in ("keys", "values"):
-                for name, codec in candidates[part].items():
-                    errors[part][name] += measure[part](codec)
+            key_kl, value_error = _measure(call, query, key, value, self.segments)
+            candidates.add(key_kl, value_error)
             if call.layer == min(self.statistics.layers):
                 self.samples += 1
         return call.attend()
 
-    def _build(self, layer: LayerStatistics, basis: LayerBasis) -> dict[str, dict[str, LayerCodec]]:
-        """Candidate codecs of a layer: one per constant, and the two data-free bases to compare with."""
-        recipe = self.recipe
-        keys = [recipe.key_constant] if recipe.key_constant else KEY_CONSTANTS[recipe.quantizer]
-        values = [recipe.value_constant] if recipe.value_constant else VALUE_CONSTANTS[recipe.quantizer]
-        middle = keys[len(keys) // 2], values[len(values) // 2]
-        compared = {
-            "identity": layer_basis(layer, data_free(recipe, "identity")).codec(*middle),
-            "hadamard": layer_basis(layer, data_free(recipe, "H")).codec(*middle),
-        }
-        return {
-            "keys": compared | {str(constant): basis.codec(constant, middle[1]) for constant in keys},
-            "values": compared | {str(constant): basis.codec(middle[0], constant) for constant in values},
-        }
-
     def choose(self) -> dict[int, LayerChoice]:
         """Layer index -> the best candidate of each part, joined."""
-        choices = {}
-        for index, layer in sorted(self.statistics.layers.items()):
-            best, tables = {}, {}
-            for part, sums in self._errors[index].items():
-                means = {name: total / self.samples for name, total in sums.items()}
-                constants = {name: error for name, error in means.items() if name not in ("identity", "hadamard")}
-                best[part] = min(constants, key=constants.__getitem__)
-                tables[part] = {
-                    "identity": means["identity"],
-                    "hadamard": means["hadamard"],
-                    "chosen": means[best[part]],
-                }
-            choices[index] = LayerChoice(
-                codec=self._bases[index].codec(float(best["keys"]), float(best["values"])),
-                concentration=spectrum_concentration(layer, self.recipe),
-                key_kl=tables["keys"],
-                value_error=tables["values"],
-            )
-        return choices
+        return {index: self._candidates[index].choose(self.samples) for index in sorted(self.statistics.layers)}
+
+
+class _Candidates:
+    """One layer's candidate codecs and the sums of their errors."""
+
+    def __init__(self, statistics: LayerStatistics, recipe: Recipe, device: torch.device) -> None:
+        self.statistics, self.recipe = statistics, recipe
+        keys = (recipe.key_constant,) if recipe.key_constant else KEY_CONSTANTS[recipe.quantizer]
+        values = (recipe.value_constant,) if recipe.value_constant else VALUE_CONSTANTS[recipe.quantizer]
+        middle = keys[len(keys) // 2], values[len(values) // 2]
+        compared = {
+            "identity": layer_basis(statistics, data_free(recipe, "identity")).codec(*middle).to(device),
+            "hadamard": layer_basis(statistics, data_free(recipe, "H")).codec(*middle).to(device),
+        }
+        self.bases = [layer_basis(statistics, alternative) for alternative in recipe.alternatives()]
+        self.keys: dict[_Name, LayerCodec] = dict(compared) | {
+            (number, constant): basis.codec(constant, middle[1]).to(device)
+            for number, basis in enumerate(self.bases)
+            for constant in keys
+        }
+        self.values: dict[_Name, LayerCodec] = dict(compared) | {
+            (0, constant): self.bases[0].codec(middle[0], constant).to(device) for constant in values
+        }
+        self.key_kl = dict.fromkeys(self.keys, 0.0)
+        self.value_error = dict.fromkeys(self.values, 0.0)
+
+    def add(self, key_kl: Callable[[LayerCodec], float], value_error: Callable[[LayerCodec], float]) -> None:
+        """Measure every candidate on one sample."""
+        for name, codec in self.keys.items():
+            self.key_kl[name] += key_kl(codec)
+        for name, codec in self.values.items():
+            self.value_error[name] += value_error(codec)
+
+    def choose(self, samples: int) -> LayerChoice:
+        key, value = _best(self.key_kl), _best(self.value_error)
+        basis = self.bases[key[0]]
+        return LayerChoice(
+            codec=basis.codec(key[1], value[1]),
+            recipe=basis.recipe,
+            concentration=spectrum_concentration(self.statistics, self.recipe),
+            key_kl=_compare(self.key_kl, key, samples),
+            value_error=_compare(self.value_error, value, samples),
+        )
+
+
+_Name = str | tuple[int, float]
+"""A candidate: a basis to compare with, or (alternative of the recipe, constant)."""
+
+
+def _best(errors: dict[_Name, float]) -> tuple[int, float]:
+    return min((name for name in errors if isinstance(name, tuple)), key=errors.__getitem__)
+
+
+def _compare(errors: dict[_Name, float], chosen: _Name, samples: int) -> dict[str, float]:
+    names: dict[str, _Name] = {"identity": "identity", "hadamard": "hadamard", "chosen": chosen}
+    return {label: errors[name] / samples for label, name in names.items()}
 
 
 def _measure(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, segments: Segments
-) -> dict[str, Callable[[LayerCodec], float]]:
-    """Error functions of one sample: query [Hq, T, d], key and value [H, T, d]."""
+) -> tuple[Callable[[LayerCodec], float], Callable[[LayerCodec], float]]:
+    """(key KL, value error) of a codec on one sample: query [Hq, T, d], key and value [H, T, d]."""
     length = key.shape[1]
     first = segments.sink + segments.recent
     position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
@@ -151,4 +172,4 @@ def _measure(
         error = value_weights @ (quantized_values(value, codec) - value.float())
         return float(error.square().sum() / output.square().sum())
 
-    return {"keys": key_kl, "values": value_error}
+    return key_kl, value_error

@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple] = {
     "value_target": ("output", "mean_field", "value"),
     "allocation": ("spectral", "uniform"),
     "max_bits": (2, 4, 6, 8),
+    "spread": ("groups", "none"),
     "zero": ("page", "token"),
     "quantizer": ("gauss", "minmax"),
     "centre": ("none", "keys", "values", "both"),
@@ -54,7 +55,10 @@ class Recipe:
         key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
         value_target: U of values from the attention output's moment, from its mean-field stand-in, or from the values.
         allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
-        max_bits: most bits of a direction with spectral allocation.
+        max_bits: most bits of a direction with spectral allocation; None: 4 or 8, by held-out text.
+        spread: with spectral allocation, Hadamard rotations inside groups of directions of equal bits (``"groups"``):
+            they spread the rare keys that stand far out along one direction, which would be clipped, and which many
+            queries attend to. None: with or without, by held-out text.
         ridge: multiple of M_Q's mean diagonal that is added to it before whitening.
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
@@ -69,7 +73,8 @@ class Recipe:
     key_target: Literal["query", "key"] = "query"
     value_target: Literal["output", "mean_field", "value"] = "output"
     allocation: Literal["spectral", "uniform"] = "spectral"
-    max_bits: int = 4
+    max_bits: int | None = None
+    spread: Literal["groups", "none"] | None = None
     ridge: float = 1e-4
     zero: Literal["page", "token"] = "page"
     quantizer: Literal["gauss", "minmax"] = "gauss"
@@ -79,7 +84,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():
-            if getattr(self, name) not in legal:
+            searched = name in ("max_bits", "spread") and getattr(self, name) is None
+            if getattr(self, name) not in legal and not searched:
                 raise OscarConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {legal}")
         if not 0.0 < self.ridge < 1.0:
             raise OscarConfigError(f"ridge={self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
@@ -89,6 +95,16 @@ class Recipe:
             raise OscarConfigError(f"quantizer={self.quantizer!r} needs zero='token'; add --zero token")
         if self.zero == "page" and self.centre in ("keys", "both"):
             raise OscarConfigError("centre='keys' has no effect with zero='page', which subtracts the page's own mean")
+
+    def alternatives(self) -> list["Recipe"]:
+        """The recipes to choose from per layer: every open choice made in each way."""
+        if self.allocation == "uniform":
+            return [self]
+        return [
+            replace(self, max_bits=max_bits, spread=spread)
+            for max_bits in ((4, 8) if self.max_bits is None else (self.max_bits,))
+            for spread in (CHOICES["spread"] if self.spread is None else (self.spread,))
+        ]
 
     def describe(self) -> dict[str, Any]:
         """The choices as plain values, for the artifact."""
@@ -159,6 +175,35 @@ def whitened_basis(query_covariance: Tensor, key_covariance: Tensor, ridge: floa
     return root @ basis, basis.mT @ inverse_root, variance.flip(1).clamp_min(0)
 
 
+def spread_groups(
+    directions: Tensor, inverse: Tensor, variance: Tensor, bits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hadamard rotations inside groups of directions of equal bits, scaled to unit variance first.
+
+    A group of n directions is rotated in parts of the largest powers of two that fit, most important first. Bits and
+    logits stay what they are; variances inside a rotated part become one.
+
+    Args:
+        directions: [H, d, d]; inverse: [H, d, d]; variance: [H, d], see `whitened_basis`.
+        inverse: see directions.
+        variance: see directions.
+        bits: [H, d].
+
+    """
+    directions, inverse, variance = directions.clone(), inverse.clone(), variance.clone()
+    for head, row in enumerate(bits):
+        for count in row.unique().tolist():
+            group = (row == count).nonzero().squeeze(1)
+            while count > 0 and len(group) > 1:
+                size = 1 << (len(group).bit_length() - 1)
+                part, group = group[:size], group[size:]
+                sigma = variance[head, part].clamp_min(1e-24).sqrt()
+                directions[head, :, part] = directions[head, :, part] / sigma @ hadamard(size)
+                inverse[head, part] = hadamard(size) @ (sigma[:, None] * inverse[head, part])
+                variance[head, part] = 1.0
+    return directions, inverse, variance
+
+
 @dataclass(frozen=True)
 class LayerBasis:
     """Everything of a layer's codec but the quantizer's constants.
@@ -210,7 +255,7 @@ class LayerBasis:
 
 
 def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
-    """Bases and bits of one layer."""
+    """Bases and bits of one layer; no choice of the recipe may be open."""
     target = {
         "output": statistics.output_moment,
         "mean_field": statistics.mean_field_moment,
@@ -222,8 +267,11 @@ def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
         "value_mean": statistics.value_mean if recipe.centre in ("values", "both") else None,
     }
     if recipe.allocation == "spectral":
+        assert recipe.max_bits is not None
         directions, inverse, variance = key_basis(statistics, recipe)
         bits = torch.stack([allocate_bits(row, 2 * row.shape[0], recipe.max_bits) for row in variance])
+        if recipe.spread == "groups":
+            directions, inverse, variance = spread_groups(directions, inverse, variance, bits)
         return LayerBasis(
             directions=directions, inverse=inverse, variance=variance, bits=bits, key_mean=None, **values
         )

@@ -76,11 +76,31 @@ def test_whitening_keeps_logits_and_decorrelates_both_sides():
 
 
 def test_the_default_spends_two_bits_per_direction_unevenly():
-    basis = layer_basis(statistics(), PRESETS["default"])
+    first, *others = PRESETS["default"].alternatives()
+    assert [(recipe.max_bits, recipe.spread) for recipe in others] == [(4, "none"), (8, "groups"), (8, "none")]
+    basis = layer_basis(statistics(), first)
     assert basis.bits.sum(1).tolist() == [2 * D] * HEADS
     assert set(basis.bits.unique().tolist()) == {0, 2, 4}
     codec = basis.codec(1.1, 1.0)
     assert (codec.zero, codec.key_quantizer.constant, codec.value_quantizer.constant) == ("page", 1.1, 1.0)
+
+
+@pytest.mark.parametrize("max_bits", [2, 4, 8])
+def test_spreading_keeps_bits_and_logits_and_evens_out_each_group(max_bits):
+    layer = statistics()
+    plain, spread = (layer_basis(layer, Recipe(max_bits=max_bits, spread=name)) for name in ("none", "groups"))
+    assert torch.equal(plain.bits, spread.bits)
+    identity = torch.eye(D, dtype=torch.float64).expand(HEADS, D, D)
+    torch.testing.assert_close(spread.directions @ spread.inverse, identity, rtol=0, atol=1e-8)
+    covariance = spread.directions.mT @ layer.page_covariance @ spread.directions
+    torch.testing.assert_close(covariance, torch.diag_embed(spread.variance), rtol=0, atol=1e-8)
+    for head in range(HEADS):
+        largest = (plain.bits[head] == 2).nonzero().squeeze(1)
+        part = largest[: 1 << (len(largest).bit_length() - 1)]
+        # One key far out along the first direction of the group becomes equal parts of every direction of it.
+        outlier = plain.inverse[head, part[0]] * plain.variance[head, part[0]].sqrt() * 8
+        coordinates = (outlier @ spread.directions[head])[part]
+        torch.testing.assert_close(coordinates.abs(), torch.full_like(coordinates, 8 / len(part) ** 0.5))
 
 
 def test_the_reference_preset_is_the_papers():
