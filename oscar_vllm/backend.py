@@ -45,6 +45,7 @@ from oscar_vllm.rotation import EngineSettings, engine_settings
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
+from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
@@ -66,6 +67,8 @@ class OscarMetadata(AttentionMetadata):
         block_table: [R, blocks] int32: page blocks for the history group, window blocks for the window group.
         num_decodes: requests with short queries; they come first.
         num_decode_tokens: their tokens.
+        prefill_query_start_loc: [R - num_decodes + 1] int32, from 0; None without long queries.
+        prefill_reads_cache: whether a long query reads anything but its own step's keys (an upper bound).
         schedule: work of the decode kernels; the window group's metadata on a GPU only.
 
     """
@@ -79,6 +82,8 @@ class OscarMetadata(AttentionMetadata):
     block_table: torch.Tensor
     num_decodes: int
     num_decode_tokens: int
+    prefill_query_start_loc: torch.Tensor | None
+    prefill_reads_cache: bool
     schedule: DecodeSchedule | None
 
 
@@ -115,8 +120,14 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             block_table=common.block_table_tensor[: common.num_reqs],
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
+            prefill_query_start_loc=None,
+            prefill_reads_cache=False,
             schedule=self.schedule,
         )
+        if num_prefills:
+            start_loc = metadata.query_start_loc[num_decodes:]
+            metadata.prefill_query_start_loc = start_loc - num_decode_tokens if num_decodes else start_loc
+            metadata.prefill_reads_cache = self._prefill_reads_cache(common, num_decodes)
         if self.schedule is not None:
             impl = self.impl
             grid = impl.workspace.grid(
@@ -132,10 +143,18 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
                 seq_lens=metadata.seq_lens,
                 window_table=metadata.block_table,
                 window_block_size=self.kv_cache_spec.block_size,
-                sink=impl.settings.options.sink,
-                recent=impl.settings.options.recent,
+                sink=impl.settings.sink,
+                recent=impl.settings.recent,
             )
         return metadata
+
+    def _prefill_reads_cache(self, common: CommonAttentionMetadata, first: int) -> bool:
+        """Whether a request from ``first`` on has earlier tokens, or reads its own step's pages. No device access."""
+        if self.impl.settings.options.prefill == "invariant" or common.seq_lens_cpu_upper_bound is None:
+            return True
+        start_loc = common.query_start_loc_cpu[first : common.num_reqs + 1]
+        seq_lens = common.seq_lens_cpu_upper_bound[first : common.num_reqs]
+        return bool((seq_lens > start_loc.diff()).any())
 
 
 class OscarBackend(AttentionBackend):
@@ -143,7 +162,7 @@ class OscarBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [DTYPE]  # type: ignore[assignment]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [DTYPE]
 
     @staticmethod
     def get_name() -> str:
@@ -295,7 +314,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             "seq_lens": metadata.seq_lens[requests],
             "codec": self.codec,
             "layout": self.layout,
-            "sink": self.settings.options.sink,
+            "sink": self.settings.sink,
         }
 
     def do_kv_cache_update(
@@ -340,13 +359,17 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
-        if attn_metadata is None:  # memory profiling
+        if attn_metadata is None:  # memory profiling: hold what a prefill of this many tokens holds
+            if self.uses_kernels:
+                self._prefill_buffers(query)
             return output.fill_(0)
-        decodes = attn_metadata.num_decodes if self.uses_kernels else 0
-        if decodes:
+        if not self.uses_kernels:
+            self._attend_reference(query, key, value, kv_cache, attn_metadata, output)
+            return output
+        if attn_metadata.num_decodes:
             self._decode(query, kv_cache, attn_metadata, output)
-        if decodes < attn_metadata.num_reqs:
-            self._attend_reference(query, key, value, kv_cache, attn_metadata, output, decodes)
+        if attn_metadata.prefill_query_start_loc is not None:
+            self._prefill(query, key, value, kv_cache, attn_metadata, output)
         return output
 
     def _decode(
@@ -369,10 +392,70 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             query=query[:tokens],
             **batch,
             scale=self.scale,
-            recent=self.settings.options.recent,
+            recent=self.settings.recent,
             schedule=schedule,
             workspace=self.workspace,
             output=output[:tokens],
+        )
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """The other requests: FlashAttention over the step's own keys, merged with attention over the cache."""
+        options = self.settings.options
+        tokens = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
+        start_loc, out, query = metadata.prefill_query_start_loc, output[tokens], query[tokens]
+        assert start_loc is not None
+        flash_attn_varlen_func, merge_attn_states, version = _flash_attention()
+        result = flash_attn_varlen_func(
+            q=query,
+            k=key[tokens],
+            v=value[tokens],
+            max_seqlen_q=metadata.max_query_len,
+            cu_seqlens_q=start_loc,
+            max_seqlen_k=metadata.max_query_len,
+            cu_seqlens_k=start_loc,
+            softmax_scale=self.scale,
+            causal=True,
+            # In this step's keys, "invariant" reads the recent tokens only; attend_prefill reads the others.
+            window_size=[self.settings.recent - 1, 0] if options.prefill == "invariant" else None,
+            return_softmax_lse=True,
+            out=out,
+            fa_version=version,
+        )
+        if not metadata.prefill_reads_cache:
+            return
+        batch = self._batch(kv_cache, metadata, slice(metadata.num_decodes, metadata.num_reqs))
+        cached, cached_lse, workspace = self._prefill_buffers(query)
+        attend_prefill(
+            query=query,
+            **{**batch, "query_start_loc": start_loc},
+            scale=self.scale,
+            recent=self.settings.recent,
+            num_tokens=query.shape[0],
+            num_requests=metadata.num_reqs - metadata.num_decodes,
+            prefill=options.prefill,
+            out=cached,
+            lse=cached_lse,
+            workspace=workspace,
+        )
+        merge_attn_states(out, cached, cached_lse, out, result[1])
+
+    def _prefill_buffers(
+        self, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Output, lse and workspace of `attend_prefill` for ``query`` [T, Hq, d]."""
+        shapes = workspace_shapes(num_tokens=query.shape[0], num_query_heads=self.num_heads, head_size=self.head_size)
+        return (
+            query.new_empty(query.shape),
+            query.new_empty((self.num_heads, query.shape[0]), dtype=torch.float32),
+            (query.new_empty(shapes[0], dtype=torch.float16), query.new_empty(shapes[1], dtype=torch.float32)),
         )
 
     def _attend_reference(
@@ -383,22 +466,28 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         kv_cache: torch.Tensor,
         metadata: OscarMetadata,
         output: torch.Tensor,
-        first: int,
     ) -> None:
-        """Requests from ``first`` on, by the PyTorch reference."""
-        tokens = slice(metadata.num_decode_tokens if first else 0, metadata.num_actual_tokens)
-        batch = self._batch(kv_cache, metadata, slice(first, metadata.num_reqs))
-        batch["query_start_loc"] = batch["query_start_loc"] - tokens.start
+        """All requests, by the PyTorch reference."""
+        tokens = metadata.num_actual_tokens
         attended, _ = reference.attend(
-            query[tokens],
-            key[tokens],
-            value[tokens],
-            **batch,
+            query[:tokens],
+            key[:tokens],
+            value[:tokens],
+            **self._batch(kv_cache, metadata),
             scale=self.scale,
-            recent=self.settings.options.recent,
+            recent=self.settings.recent,
             prefill=self.settings.options.prefill,
         )
-        output[tokens] = attended.to(output.dtype)
+        output[:tokens] = attended.to(output.dtype)
+
+
+@functools.cache
+def _flash_attention() -> tuple[Any, Any, int | None]:
+    """vLLM's FlashAttention for ragged batches, its merge of partial results, and the version for this GPU."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+    return flash_attn_varlen_func, merge_attn_states, get_flash_attn_version()
 
 
 @functools.lru_cache(maxsize=8)

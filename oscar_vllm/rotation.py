@@ -29,6 +29,18 @@ class EngineSettings:
     options: OscarConfig
     artifact: Artifact | None
 
+    @property
+    def sink(self) -> int:
+        """Tokens kept unquantized at the start of a sequence."""
+        assert self.options.sink is not None
+        return self.options.sink
+
+    @property
+    def recent(self) -> int:
+        """Tokens kept unquantized at its end."""
+        assert self.options.recent is not None
+        return self.options.recent
+
     def codec(self, layer: int, *, num_kv_heads: int, head_size: int, tp_size: int = 1, tp_rank: int = 0) -> LayerCodec:
         """Codec of one layer's KV heads on one tensor-parallel rank.
 
