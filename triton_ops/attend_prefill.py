@@ -325,24 +325,29 @@ def _halves(x):
 
 
 @triton.jit
-def _unrotate(history, rotation, HEAD_SIZE: tl.constexpr):
-    """history @ rotation^T for [rows, d] float32 of ordinary size and [d, d] float32; error about 2^-21 relative."""
-    CHUNK: tl.constexpr = min(HEAD_SIZE, 128)
-    high, low = _halves(history)
+def _unrotate_columns(high, low, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """COUNT columns from FIRST on of (high + low) @ rotation^T, rotation [d, d] float32."""
     dims = tl.arange(0, HEAD_SIZE)
-    column = tl.arange(0, CHUNK)
-    at = rotation + column[None, :] * HEAD_SIZE + dims[:, None]  # [d, CHUNK]: transposed
-    r_high, r_low = _halves(tl.load(at))
+    column = FIRST + tl.arange(0, COUNT)
+    r_high, r_low = _halves(tl.load(rotation + column[None, :] * HEAD_SIZE + dims[:, None]))  # [d, COUNT]
     out = tl.dot(high, r_high)
     out = tl.dot(low, r_high, out)
-    out = tl.dot(high, r_low, out)
-    if HEAD_SIZE == 256:
-        r_high, r_low = _halves(tl.load(at + CHUNK * HEAD_SIZE))
-        more = tl.dot(high, r_high)
-        more = tl.dot(low, r_high, more)
-        more = tl.dot(high, r_low, more)
-        out = tl.join(out, more).trans(0, 2, 1).reshape([history.shape[0], HEAD_SIZE])
-    return out
+    return tl.dot(high, r_low, out)
+
+
+@triton.jit
+def _unrotate(history, rotation, HEAD_SIZE: tl.constexpr):
+    """history @ rotation^T for [rows, d] float32 of ordinary size; error about 2^-21 relative."""
+    high, low = _halves(history)
+    if HEAD_SIZE <= 128:
+        return _unrotate_columns(high, low, rotation, 0, HEAD_SIZE, HEAD_SIZE)
+    else:  # by 64 columns, for a whole matrix does not fit in shared memory
+        a = _unrotate_columns(high, low, rotation, 0, 64, HEAD_SIZE)
+        b = _unrotate_columns(high, low, rotation, 64, 64, HEAD_SIZE)
+        c = _unrotate_columns(high, low, rotation, 128, 64, HEAD_SIZE)
+        e = _unrotate_columns(high, low, rotation, 192, 64, HEAD_SIZE)
+        out = tl.join(tl.join(a, c), tl.join(b, e))  # [rows, 64, column >> 7, (column >> 6) & 1]
+        return out.trans(0, 2, 3, 1).reshape([history.shape[0], HEAD_SIZE])
 
 
 @triton.jit
@@ -379,7 +384,7 @@ def _windows(
 ):
     """Add the BF16 tokens begin <= t < end to the state."""
     dims = tl.arange(0, HEAD_SIZE)
-    for start in range(begin, end, BLOCK_W):
+    for start in tl.range(begin, end, BLOCK_W, num_stages=1):
         token = start + tl.arange(0, BLOCK_W)
         block = tl.load(window_row + token // WINDOW_BLOCK, mask=token < end, other=0).to(tl.int64)
         here = (token < end) & (block != 0)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step writes and what a prefill chunk reads, one layer: append, demote, and attention over INT2 history.
+
+`run(device)` checks every launch variant against the reference, refuses to time a wrong one, then times replayed CUDA
+graphs. Prefill attention over a context of c tokens counts 4 * chunk * c * query heads * head size operations; vLLM's
+FlashAttention-3 in BF16 is timed on the same context and on the whole chunk (context and its own keys).
+``python -m benchmarks.demote_prefill`` prints the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attend_decode import microseconds, warm_clocks
+from triton_ops import reference
+from triton_ops.append import append
+from triton_ops.attend_prefill import attend_prefill, workspace_shapes
+from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
+from triton_ops.demote import demote
+from triton_ops.layout import PAGE_TOKENS, PageLayout
+
+HEAD_SIZE, KV_HEADS, QUERY_HEADS, SINK, RECENT, BLOCK = 128, 8, 32, 64, 256, 16
+CHUNK = 8192
+CONTEXTS = [0, 32768, 100352]
+MAX_PAGE_MISMATCH = 1e-4
+"""Share of page bytes that may differ from the reference on the CPU: rounding decides codes at a level's edge."""
+MAX_ERROR = 5e-3
+"""Largest error of a row's attention output relative to its norm; BF16 FlashAttention is at 4e-3."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to launch a kernel: its launcher's keyword options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+DEMOTE_VARIANTS = [
+    Variant("shipped"),
+    Variant("32 tokens", {"tokens_per_program": 32, "num_warps": 4}),
+    Variant("64 tokens", {"tokens_per_program": 64, "num_warps": 4}),
+    Variant("128 tokens", {"tokens_per_program": 128, "num_warps": 8}),
+    Variant("ieee", {"precision": "ieee"}),
+]
+PREFILL_VARIANTS = [
+    Variant("shipped"),
+    Variant("64 rows, 1 stage", {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 1}),
+    Variant("64 rows, half pages", {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}),
+    Variant("128 rows, 1 stage", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 1}),
+    Variant("128 rows, 2 stages", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 2}),
+    Variant("128 rows, half pages", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 1}),
+]
+
+
+def make_codec(device: str) -> LayerCodec:
+    generator = torch.Generator().manual_seed(1)
+    bases = torch.linalg.qr(torch.randn(2, KV_HEADS, HEAD_SIZE, HEAD_SIZE, generator=generator))[0]
+    gauss = Quantizer("gauss", 1.1)
+    return rotation_codec(bases[0], bases[1], zero="page", key_quantizer=gauss, value_quantizer=gauss).to(device)
+
+
+class Case:
+    """One step: requests of ``before`` tokens and ``new`` ones, random pages and windows."""
+
+    def __init__(self, requests: list[tuple[int, int]], device: str) -> None:
+        self.layout, self.codec = PageLayout(HEAD_SIZE, "page"), make_codec(device)
+        lengths = [before + new for before, new in requests]
+        tokens, count = sum(new for _, new in requests), len(requests)
+        max_pages, max_blocks = max(lengths) // PAGE_TOKENS + 1, max(lengths) // BLOCK + 1
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        def table(width: int) -> Tensor:
+            order = torch.randperm(count * width, generator=generator, device=device) + 1
+            return order.view(count, width).int()
+
+        self.page_table, self.window_table = table(max_pages), table(max_blocks)
+        self.query, self.key = normal(tokens, QUERY_HEADS, HEAD_SIZE), normal(tokens, KV_HEADS, HEAD_SIZE)
+        self.value = normal(tokens, KV_HEADS, HEAD_SIZE)
+        self.windows = normal(count * max_blocks + 1, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
+        shape = (count * max_pages + 1, KV_HEADS, self.layout.page_bytes)
+        self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.pages.random_(0, 256, generator=generator)
+        numbers = self.pages.view(torch.float16)[..., self.layout.key_scale // 2 :]
+        drawn = torch.rand(numbers.shape, device=device, generator=generator)
+        drawn[..., : 2 * PAGE_TOKENS] = drawn[..., : 2 * PAGE_TOKENS] * 0.6 + 0.3  # scales of keys and values
+        numbers.copy_(drawn)
+        slots = []
+        for r, (before, new) in enumerate(requests):
+            position = torch.arange(before, before + new, device=device)
+            slot = self.window_table[r, position // BLOCK].long() * BLOCK + position % BLOCK
+            held = (position < SINK) | (position >= before + new - RECENT)
+            slots.append(torch.where(held, slot, 0))
+        self.slot_mapping = torch.cat(slots)
+        starts = torch.tensor([0, *(new for _, new in requests)], device=device)
+        self.query_start_loc = starts.cumsum(0).int()
+        self.seq_lens = torch.tensor(lengths, device=device).int()
+        self.sizes = {"num_tokens": tokens, "num_requests": count}
+        self.longest = max(new for _, new in requests)
+        self.device = device
+
+    def cache(self) -> dict[str, Any]:
+        return {
+            "pages": self.pages,
+            "windows": self.windows,
+            "page_table": self.page_table,
+            "window_table": self.window_table,
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "codec": self.codec,
+            "layout": self.layout,
+            "sink": SINK,
+        }
+
+    def append(self) -> None:
+        append(
+            key=self.key,
+            value=self.value,
+            slot_mapping=self.slot_mapping,
+            windows=self.windows,
+            num_tokens=self.sizes["num_tokens"],
+        )
+
+    def demote(self, variant: Variant) -> None:
+        demote(
+            key=self.key,
+            value=self.value,
+            **self.cache(),
+            **self.sizes,
+            max_query_len=self.longest,
+            **variant.options,
+        )
+
+    def outputs(self) -> dict[str, Any]:
+        """Buffers of `attend`, allocated once: a captured graph must not allocate."""
+        tokens = self.sizes["num_tokens"]
+        shapes = workspace_shapes(num_tokens=tokens, num_query_heads=QUERY_HEADS, head_size=HEAD_SIZE)
+        return {
+            "out": torch.full((tokens, QUERY_HEADS, HEAD_SIZE), torch.nan, device=self.device),
+            "lse": torch.full((QUERY_HEADS, tokens), torch.nan, device=self.device),
+            "workspace": (
+                torch.empty(shapes[0], dtype=torch.float16, device=self.device),
+                torch.empty(shapes[1], device=self.device),
+            ),
+        }
+
+    def attend(self, variant: Variant, outputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return attend_prefill(
+            query=self.query,
+            **self.cache(),
+            **self.sizes,
+            **outputs,
+            scale=HEAD_SIZE**-0.5,
+            recent=RECENT,
+            **variant.options,
+        )
+
+
+def check_demote(variant: Variant, device: str) -> float:
+    """Share of page bytes that differ from the reference, which runs on the CPU for its IEEE division."""
+    case = Case([(100, 300), (383, 1)], device)
+    expected = case.pages.cpu()
+    moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.cache().items()}
+    moved |= {"codec": case.codec.to("cpu"), "pages": expected}
+    reference.demote(case.key.cpu(), case.value.cpu(), **moved)
+    case.demote(variant)
+    return float((case.pages.cpu() != expected).double().mean())
+
+
+def check_prefill(variant: Variant, device: str) -> float:
+    """Worst error of a row of context attention merged with the chunk's own, relative to the row's norm."""
+    case = Case([(3000, 300), (0, 50)], device)
+    out, lse = case.attend(variant, case.outputs())
+    expected, total = reference.attend(
+        case.query, case.key, case.value, **case.cache(), scale=HEAD_SIZE**-0.5, recent=RECENT
+    )
+    parts, sums = [], []
+    for begin, end in ((0, 300), (300, 350)):
+        q, k, v = (x[begin:end].float().transpose(0, 1) for x in (case.query, case.key, case.value))
+        k, v = (x.repeat_interleave(QUERY_HEADS // KV_HEADS, 0) for x in (k, v))
+        logits = q @ k.transpose(1, 2) * HEAD_SIZE**-0.5
+        logits = logits.masked_fill(~torch.ones_like(logits, dtype=torch.bool).tril(), -torch.inf)
+        parts.append((logits.softmax(-1) @ v).transpose(0, 1))
+        sums.append(logits.logsumexp(-1).T)
+    merged, merged_lse = reference.merge(torch.stack([out, torch.cat(parts)]), torch.stack([lse.T, torch.cat(sums)]))
+    error = (merged - expected).norm(dim=-1) / expected.norm(dim=-1)
+    worst = max(float(error.nan_to_num(float("inf")).max()), float((merged_lse - total).abs().max()))
+    return worst if worst == worst else float("inf")
+
+
+def flash_attention() -> Callable[..., Any] | None:
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        print(f"FlashAttention-3 is not timed: {error}")
+        return None
+    return flash_attn_varlen_func
+
+
+def time_prefill(case: Case, variant: Variant) -> float:
+    """Microseconds of preparing the queries and attending to the context."""
+    outputs = case.outputs()
+    return microseconds([lambda: case.attend(variant, outputs)], repeats=3)
+
+
+def time_flash(case: Case, attention: Callable[..., Any], length: int, causal: bool) -> float:
+    """Microseconds of FlashAttention-3 over ``length`` contiguous BF16 keys."""
+    key = torch.randn(length, KV_HEADS, HEAD_SIZE, device=case.device, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, length], device=case.device, dtype=torch.int32)
+    arguments = {
+        "q": case.query,
+        "k": key,
+        "v": key,
+        "max_seqlen_q": CHUNK,
+        "cu_seqlens_q": case.query_start_loc,
+        "max_seqlen_k": length,
+        "cu_seqlens_k": bounds,
+        "softmax_scale": HEAD_SIZE**-0.5,
+        "causal": causal,
+        "fa_version": 3,
+    }
+    return microseconds([lambda: attention(**arguments)], repeats=3)
+
+
+def run(
+    device: str = "cuda",
+    demote_variants: list[Variant] | None = None,
+    prefill_variants: list[Variant] | None = None,
+    flash: bool = True,
+) -> list[dict[str, Any]]:
+    """Check, time, print and return one row per measurement.
+
+    Args:
+        device: a CUDA device.
+        demote_variants: launch variants of `demote`; the first one is timed on every shape.
+        prefill_variants: launch variants of `attend_prefill`; the first one is timed on every context.
+        flash: also time vLLM's FlashAttention-3 where it can be imported.
+
+    Raises:
+        RuntimeError: a variant's result is wrong; nothing is timed.
+
+    """
+    demote_variants = demote_variants or DEMOTE_VARIANTS
+    prefill_variants = prefill_variants or PREFILL_VARIANTS
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
+    for variants, check, limit in (
+        (demote_variants, check_demote, MAX_PAGE_MISMATCH),
+        (prefill_variants, check_prefill, MAX_ERROR),
+    ):
+        for variant in variants:
+            error = check(variant, device)
+            print(f"{check.__name__} {variant.name}: {error:.1e}", flush=True)
+            if not error <= limit:
+                raise RuntimeError(f"variant {variant.name!r} is wrong by {error:.2e}; nothing is timed")
+    warm_clocks(device)
+    rows: list[dict[str, Any]] = []
+
+    def record(kernel: str, shape: str, variant: str, time: float, **more: float) -> None:
+        rows.append({"kernel": kernel, "shape": shape, "variant": variant, "us": time} | more)
+        extra = "  ".join(f"{name} {value:.4g}" for name, value in more.items())
+        print(f"{kernel:14s} {shape:22s} {variant:22s} {time:10.1f} us  {extra}", flush=True)
+
+    steps = {
+        "32 x 1, no page": Case([(1000, 1)] * 32, device),
+        "1 x 1, 1 page": Case([(1023, 1)], device),
+        "32 x 1, 1 page": Case([(1023, 1)] + [(1000, 1)] * 31, device),
+        "32 x 1, 32 pages": Case([(1023, 1)] * 32, device),
+        "1 x 8192, 64 pages": Case([(0, CHUNK)], device),
+        "1 x 100096, 782 pages": Case([(0, 100096)], device),
+    }
+    for shape, case in steps.items():
+        record("append", shape, "shipped", microseconds([case.append] * 10))
+        for variant in demote_variants:
+            record("demote", shape, variant.name, microseconds([lambda c=case, v=variant: c.demote(v)] * 10))
+    del steps, case
+
+    attention = flash_attention() if flash else None
+    for context in CONTEXTS:
+        case, shape = Case([(context, CHUNK)], device), f"{CHUNK} after {context}"
+        operations = 4 * CHUNK * context * QUERY_HEADS * HEAD_SIZE
+        for variant in prefill_variants if context else prefill_variants[:1]:
+            time = time_prefill(case, variant)
+            record("attend_prefill", shape, variant.name, time, tflops=operations / time * 1e-6)
+        if attention is None:
+            continue
+        own = CHUNK * (CHUNK + 1) // 2
+        for name, length, pairs in (
+            ("context", context, CHUNK * context),
+            ("context and chunk", context + CHUNK, CHUNK * context + own),
+        ):
+            if length:
+                time = time_flash(case, attention, length, causal=length != context)
+                record("FA3 BF16", shape, name, time, tflops=4 * pairs * QUERY_HEADS * HEAD_SIZE / time * 1e-6)
+    return rows
+
+
+if __name__ == "__main__":
+    run()
