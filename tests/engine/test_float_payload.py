@@ -58,10 +58,10 @@ ABORTED = {
     "after_steps": 5,
     "max_tokens": 24,
 }
-PRESSURE = {
+PRESSURE = {  # short prompts are admitted together and outgrow the pool
     "name": "pressure",
     "kind": "generate",
-    "prompts": prompts([20, 60, 120, 180, 250, 310, 380, 420, 90, 200], seed=8),
+    "prompts": prompts([20, 60, 120, 30, 90, 380, 70, 110, 50, 420, 40, 100, 80, 130], seed=8),
     "max_tokens": 200,
 }
 PERIODIC = {  # repeated text, so that n-gram drafts are accepted
