@@ -106,7 +106,7 @@ def test_missing_files_name_the_command(tmp_path):
         Artifact.load(tmp_path)
     example().save(tmp_path)
     (tmp_path / TENSOR_FILE).unlink()
-    with pytest.raises(OscarArtifactError, match="lacks oscar_rotations.safetensors"):
+    with pytest.raises(OscarArtifactError, match=r"lacks oscar_rotations.safetensors"):
         Artifact.load(tmp_path)
 
 
@@ -378,7 +378,7 @@ def test_code_in_a_rotation_file_is_not_executed(tmp_path, container):
     if container == "torch":
         torch.save(content, bad)
     else:
-        bad.write_bytes(pickle.dumps(content))
+        bad.write_bytes(pickle.dumps(content, protocol=2))
     with pytest.raises(OscarArtifactError, match="no RotationZoo file that can be read safely"):
         import_rotationzoo(bad, bad, CONFIG, model="m")
     assert not mark.exists()
