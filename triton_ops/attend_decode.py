@@ -47,7 +47,8 @@ from triton_ops.schedule import (
 _MAX_WEIGHT = 32512.0  # 127 * 256, the largest quantized p * scale
 
 
-# Triton's interpreter knows no inline assembly and multiplies the bit patterns of bfloat16; COMPILED = False avoids both.
+# Triton joins tuples with + only. Its interpreter knows no inline assembly and multiplies the bit patterns of bfloat16:
+# COMPILED = False avoids both.
 
 
 @triton.jit
@@ -126,9 +127,11 @@ def _key_sums(
         k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
         initial = tl.broadcast_to(start[None, :], [64, 2 * ROWS])
         x = tl.dot(k0, fragments[0], initial, out_dtype=tl.int32)
-        sums = sums + (_join_halves(tl.dot(k1, fragments[1], x, out_dtype=tl.int32), 64, ROWS),)
+        x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
+        sums = sums + (_join_halves(x, 64, ROWS),)  # noqa: RUF005
         x = tl.dot(k2, fragments[0], initial, out_dtype=tl.int32)
-        sums = sums + (_join_halves(tl.dot(k3, fragments[1], x, out_dtype=tl.int32), 64, ROWS),)
+        x = tl.dot(k3, fragments[1], x, out_dtype=tl.int32)
+        sums = sums + (_join_halves(x, 64, ROWS),)  # noqa: RUF005
     else:
         for chunk in tl.static_range(128 // CHUNK):
             x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
@@ -139,7 +142,7 @@ def _key_sums(
                 x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
                 x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
                 x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
-            sums = sums + (_join_halves(x, CHUNK, ROWS),)
+            sums = sums + (_join_halves(x, CHUNK, ROWS),)  # noqa: RUF005
     if HEAD_SIZE != 64 and CHUNK == 128:
         joined = sums[0]
     else:
@@ -152,7 +155,7 @@ def _key_sums(
 @triton.jit
 def _weight_halves(weights, ROWS: tl.constexpr):
     """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
-    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte a signed one, off by its sign bit.
+    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
     bits = (weights + 8388736.0).to(tl.int32, bitcast=True)
     pair = tl.broadcast_to(bits.reshape([128, ROWS, 1]), [128, ROWS, 2])
     high = (tl.arange(0, 2) == 0)[None, None, :]
@@ -282,7 +285,7 @@ def _attend_kernel(
         fragments = ()
         for plane in tl.static_range(HEAD_SIZE // 32):
             source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
-            fragments = fragments + (_load_fragment(source, 2 * ROWS),)
+            fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # noqa: RUF005
         factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
         mean_factor = tl.load(factors_ptr + prepared * (2 * ROWS) + ROWS + out_row)
         pair = tl.arange(0, 2 * ROWS)
@@ -306,7 +309,7 @@ def _attend_kernel(
         zeros = tl.zeros([8, ROWS], tl.float32)
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
-            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)
+            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
         start = tl.maximum(begin - window_tiles, 0) + first_page
         for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
@@ -356,8 +359,8 @@ def _attend_kernel(
                 x = tl.dot(v1, w1, x, out_dtype=tl.int32)
                 x = tl.dot(v2, w2, x, out_dtype=tl.int32)
                 x = tl.dot(v3, w3, x, out_dtype=tl.int32)
-                old_acc = acc[chunk] * keep[None, :]
-                new = new + (old_acc + _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :],)
+                added = _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
+                new = new + (acc[chunk] * keep[None, :] + added,)  # noqa: RUF005
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
         total_zero = tl.sum(zeros, 0)
@@ -476,19 +479,28 @@ def _merge_kernel(
     history *= (from_history / total)[:, None]
     mass = total_history * from_history / total
 
-    # Dimension x lies at (x & 7) * (d / 8) + x // 8. Un-rotate on the tensor cores, rows repeated up to an MMA's M.
+    # Dimension x lies at (x & 7) * (d / 8) + x // 8. Un-rotate on the tensor cores, rows repeated up to an MMA's M and
+    # both factors as pairs of float16, 22 bits.
     COPIES: tl.constexpr = 16 // M
     history = history.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
     window = window.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
-    wide = tl.broadcast_to(history[:, None, :], [M, COPIES, HEAD_SIZE]).reshape([16, HEAD_SIZE])
+    peak = tl.maximum(tl.max(tl.abs(history), 1), 1.0e-30)
+    wide = history / peak[:, None]
+    wide = tl.broadcast_to(wide[:, None, :], [M, COPIES, HEAD_SIZE]).reshape([16, HEAD_SIZE])
+    wide_high = wide.to(tl.float16)
+    wide_low = (wide - wide_high.to(tl.float32)).to(tl.float16)
     dim = tl.arange(0, HEAD_SIZE)
     target = output_ptr + (first + row // GROUP).to(tl.int64) * output_stride_token
     target += (head * GROUP + row % GROUP) * output_stride_head
     for chunk in tl.static_range(HEAD_SIZE // CHUNK):
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
-        rotated = tl.dot(wide, tl.trans(rotation), input_precision="tf32x3")
-        rotated = tl.max(rotated.reshape([M, COPIES, CHUNK]), 1)
+        high = rotation.to(tl.float16)
+        low = (rotation - high.to(tl.float32)).to(tl.float16)
+        rotated = tl.dot(wide_low, tl.trans(high))
+        rotated = tl.dot(wide_high, tl.trans(low), rotated)
+        rotated = tl.dot(wide_high, tl.trans(high), rotated)
+        rotated = tl.max(rotated.reshape([M, COPIES, CHUNK]), 1) * peak[:, None]
         mean = tl.load(mean_ptr + head * HEAD_SIZE + column)
         chosen = (tl.arange(0, HEAD_SIZE // CHUNK) == chunk)[None, :, None]
         part = tl.sum(tl.where(chosen, window.reshape([M, HEAD_SIZE // CHUNK, CHUNK]), 0.0), 1)
@@ -530,7 +542,7 @@ def attend_options(*, rows: int, head_size: int) -> AttendOptions:
     )
 
 
-def merge_tile(*, rows: int, num_kv_heads: int, multiprocessors: int) -> tuple[int, int, int]:
+def merge_tile(*, rows: int, num_kv_heads: int, head_size: int, multiprocessors: int) -> tuple[int, int, int]:
     """(query rows of a merge program, partials it reads at a time, warps).
 
     The un-rotation matrix is read once per program, so as many rows as still leave a program for each multiprocessor.
@@ -538,13 +550,14 @@ def merge_tile(*, rows: int, num_kv_heads: int, multiprocessors: int) -> tuple[i
     Args:
         rows: query rows per KV head, padding included.
         num_kv_heads: KV heads.
+        head_size: d.
         multiprocessors: multiprocessors of the GPU.
 
     """
     tile = 16
     while tile > 1 and num_kv_heads * -(-rows // tile) < multiprocessors:
         tile //= 2
-    return tile, max(2, 32 // tile), 4 if tile > 1 else 8
+    return tile, max(1, 4096 // (head_size * tile)), 8 if tile == 1 or head_size == 256 else 4
 
 
 @dataclass(frozen=True)
@@ -636,6 +649,147 @@ class DecodeWorkspace:
         )
 
 
+def attend_partials(
+    *,
+    query: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    page_table: Tensor,
+    window_table: Tensor,
+    codec: LayerCodec,
+    layout: PageLayout,
+    scale: float,
+    sink: int,
+    recent: int,
+    schedule: DecodeSchedule,
+    workspace: DecodeWorkspace,
+    launch_pdl: bool = False,
+    options: AttendOptions | None = None,
+) -> object:
+    """First launch of `attend_decode`: fill ``workspace.partial``. Returns Triton's compiled kernel."""
+    heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
+    if query.dtype != windows.dtype or query.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"query ({query.dtype}) and windows ({windows.dtype}) must both be bfloat16 or float16")
+    if pages.stride(2) != 1 or pages.stride(0) % 16 or pages.stride(1) % 16 or pages.shape[2] != layout.page_bytes:
+        raise ValueError(
+            f"pages of shape {tuple(pages.shape)} and strides {pages.stride()} must have {layout.page_bytes} "
+            "contiguous bytes that start at multiples of 16"
+        )
+    if windows.stride(3) != 1 or windows.shape[2] % WINDOW_TILE or windows.shape[3] != 2 * d:
+        raise ValueError(
+            f"windows of shape {tuple(windows.shape)} and strides {windows.stride()} must be [N, H, 16 k, {2 * d}] "
+            "with a contiguous last axis"
+        )
+    partials = (grid.entries + grid.requests) * heads * grid.row_blocks * grid.rows
+    if partials * d > workspace.partial.numel():
+        raise ValueError(
+            f"the workspace holds {workspace.partial.numel() // d} partial rows, this step needs {partials}"
+        )
+    if options is None:
+        options = attend_options(rows=grid.rows, head_size=d)
+    prepared = workspace.prepared
+    launch = {"launch_pdl": True} if launch_pdl else {}
+    return _attend_kernel[(grid.entries, heads * grid.row_blocks)](
+        query,
+        prepared.fragments,
+        prepared.plain,
+        prepared.factors,
+        prepared.sums,
+        pages.view(torch.int8),
+        pages.view(torch.float16),
+        windows,
+        page_table,
+        window_table,
+        schedule.entries,
+        workspace.partial,
+        workspace.stats,
+        query.stride(0),
+        query.stride(1),
+        pages.stride(0),
+        pages.stride(1),
+        windows.stride(0),
+        windows.stride(1),
+        windows.stride(2),
+        page_table.stride(0),
+        window_table.stride(0),
+        scale * LOG2_E,
+        sink,
+        recent,
+        HEADS=heads,
+        GROUP=query.shape[1] // heads,
+        HEAD_SIZE=d,
+        ROWS=grid.rows,
+        ROW_BLOCKS=grid.row_blocks,
+        TOKEN_ZERO=layout.zero == "token",
+        VALUE_CODES=layout.value_codes,
+        KEY_SCALE=layout.key_scale,
+        VALUE_SCALE=layout.value_scale,
+        VALUE_ZERO=layout.value_zero,
+        KEY_ZERO=layout.key_zero,
+        TILE=WINDOW_TILE,
+        BLOCK=windows.shape[2],
+        ENTRY_FIELDS=ENTRY_FIELDS,
+        MAX_WEIGHT=_MAX_WEIGHT,
+        KEY_CHUNK=options.key_chunk,
+        VALUE_CHUNK=options.value_chunk,
+        STAGES=options.stages,
+        WINDOW_STAGES=options.window_stages,
+        COMPILED=not triton.knobs.runtime.interpret,
+        PDL=launch_pdl,
+        num_warps=1,
+        maxnreg=options.registers,
+        **launch,
+    )
+
+
+def merge_partials(
+    *,
+    codec: LayerCodec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    schedule: DecodeSchedule,
+    workspace: DecodeWorkspace,
+    output: Tensor,
+    lse: Tensor | None = None,
+    launch_pdl: bool = False,
+) -> None:
+    """Second launch of `attend_decode`: merge ``workspace.partial`` into ``output`` and ``lse``."""
+    heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
+    rows = grid.requests * grid.row_blocks * grid.rows
+    tile, slots, warps = merge_tile(
+        rows=rows, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors
+    )
+    launch = {"launch_pdl": True} if launch_pdl else {}
+    _merge_kernel[(heads, triton.cdiv(rows, tile))](
+        workspace.partial,
+        workspace.stats,
+        schedule.requests,
+        query_start_loc,
+        seq_lens,
+        codec.value_rotation,
+        codec.value_mean,
+        output,
+        lse,
+        output.stride(0),
+        output.stride(1),
+        0 if lse is None else lse.stride(0),
+        grid.requests,
+        HEADS=heads,
+        GROUP=output.shape[1] // heads,
+        HEAD_SIZE=d,
+        ROWS=grid.rows,
+        ROW_BLOCKS=grid.row_blocks,
+        REQUEST_FIELDS=REQUEST_FIELDS,
+        M=tile,
+        SLOTS=slots,
+        CHUNK=32,
+        HAS_LSE=lse is not None,
+        PDL=launch_pdl,
+        num_warps=warps,
+        **launch,
+    )
+
+
 def attend_decode(
     *,
     query: Tensor,
@@ -657,7 +811,7 @@ def attend_decode(
     launch_pdl: bool = False,
     options: AttendOptions | None = None,
 ) -> None:
-    """Causal attention of short queries over sink, history and recent; `append`, `demote` and `prepare_query` come first.
+    """Causal attention of short queries over sink, history and recent; after `append`, `demote` and `prepare_query`.
 
     Two launches, CUDA-graph safe. Rows of ``output`` and ``lse`` that belong to no request are left alone.
 
@@ -686,106 +840,31 @@ def attend_decode(
         ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
 
     """
-    heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
-    if query.dtype != windows.dtype or query.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"query ({query.dtype}) and windows ({windows.dtype}) must both be bfloat16 or float16")
-    if pages.stride(2) != 1 or pages.stride(0) % 16 or pages.stride(1) % 16 or pages.shape[2] != layout.page_bytes:
-        raise ValueError(
-            f"pages of shape {tuple(pages.shape)} and strides {pages.stride()} must have {layout.page_bytes} contiguous "
-            "bytes that start at multiples of 16"
-        )
-    if windows.stride(3) != 1 or windows.shape[2] % WINDOW_TILE or windows.shape[3] != 2 * d:
-        raise ValueError(
-            f"windows of shape {tuple(windows.shape)} and strides {windows.stride()} must be [N, H, 16 k, {2 * d}] with a "
-            "contiguous last axis"
-        )
-    partials = (grid.entries + grid.requests) * heads * grid.row_blocks * grid.rows
-    if partials * d > workspace.partial.numel():
-        raise ValueError(f"the workspace holds {workspace.partial.numel() // d} partial rows, this step needs {partials}")
-    if grid.requests == 0:
+    if schedule.grid.requests == 0:
         return
-    if options is None:
-        options = attend_options(rows=grid.rows, head_size=d)
-    group = query.shape[1] // heads
-    launch = {"launch_pdl": True} if launch_pdl else {}
-    _attend_kernel[(grid.entries, heads * grid.row_blocks)](
-        query,
-        workspace.prepared.fragments,
-        workspace.prepared.plain,
-        workspace.prepared.factors,
-        workspace.prepared.sums,
-        pages.view(torch.int8),
-        pages.view(torch.float16),
-        windows,
-        page_table,
-        window_table,
-        schedule.entries,
-        workspace.partial,
-        workspace.stats,
-        query.stride(0),
-        query.stride(1),
-        pages.stride(0),
-        pages.stride(1),
-        windows.stride(0),
-        windows.stride(1),
-        windows.stride(2),
-        page_table.stride(0),
-        window_table.stride(0),
-        scale * LOG2_E,
-        sink,
-        recent,
-        HEADS=heads,
-        GROUP=group,
-        HEAD_SIZE=d,
-        ROWS=grid.rows,
-        ROW_BLOCKS=grid.row_blocks,
-        TOKEN_ZERO=layout.zero == "token",
-        VALUE_CODES=layout.value_codes,
-        KEY_SCALE=layout.key_scale,
-        VALUE_SCALE=layout.value_scale,
-        VALUE_ZERO=layout.value_zero,
-        KEY_ZERO=layout.key_zero,
-        TILE=WINDOW_TILE,
-        BLOCK=windows.shape[2],
-        ENTRY_FIELDS=ENTRY_FIELDS,
-        MAX_WEIGHT=_MAX_WEIGHT,
-        KEY_CHUNK=options.key_chunk,
-        VALUE_CHUNK=options.value_chunk,
-        STAGES=options.stages,
-        WINDOW_STAGES=options.window_stages,
-        COMPILED=not triton.knobs.runtime.interpret,
-        PDL=launch_pdl,
-        num_warps=1,
-        maxnreg=options.registers,
-        **launch,
+    attend_partials(
+        query=query,
+        pages=pages,
+        windows=windows,
+        page_table=page_table,
+        window_table=window_table,
+        codec=codec,
+        layout=layout,
+        scale=scale,
+        sink=sink,
+        recent=recent,
+        schedule=schedule,
+        workspace=workspace,
+        launch_pdl=launch_pdl,
+        options=options,
     )
-    rows = grid.requests * grid.row_blocks * grid.rows
-    tile, slots, warps = merge_tile(rows=rows, num_kv_heads=heads, multiprocessors=workspace.multiprocessors)
-    _merge_kernel[(heads, triton.cdiv(rows, tile))](
-        workspace.partial,
-        workspace.stats,
-        schedule.requests,
-        query_start_loc,
-        seq_lens,
-        codec.value_rotation,
-        codec.value_mean,
-        output,
-        lse,
-        output.stride(0),
-        output.stride(1),
-        0 if lse is None else lse.stride(0),
-        grid.requests,
-        HEADS=heads,
-        GROUP=group,
-        HEAD_SIZE=d,
-        ROWS=grid.rows,
-        ROW_BLOCKS=grid.row_blocks,
-        REQUEST_FIELDS=REQUEST_FIELDS,
-        M=tile,
-        SLOTS=slots,
-        CHUNK=64,
-        HAS_LSE=lse is not None,
-        PDL=launch_pdl,
-        num_warps=warps,
-        **launch,
+    merge_partials(
+        codec=codec,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        schedule=schedule,
+        workspace=workspace,
+        output=output,
+        lse=lse,
+        launch_pdl=launch_pdl,
     )

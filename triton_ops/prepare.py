@@ -10,14 +10,14 @@ Pages are read as raw codes, so everything that is not a code is moved to the qu
               token: u * (s_t * sum f n c + z_t * sum f n) + q . key_mean[h]
 
 f = 4 for slots in planes 1 and 3 of a byte, whose codes the reader extracts in place, that is times 4. The offset uses
-the sum of the quantized weights, so the mid-levels cancel to half a unit. n = 256 * high + low, both INT8. All logits are
-in base-2 units (times softmax scale times log2 e), folded into the row factors.
+the sum of the quantized weights, so the mid-levels cancel to half a unit. n = 256 * high + low, both INT8. All logits
+are in base-2 units (times softmax scale times log2 e), folded into the row factors.
 
 Rows are query heads of query tokens: row = token * G + head, grouped by request into blocks of ``rows``. The workspace
 holds, for every (request, row block, KV head)::
 
-    fragments  int8 [planes, 2 rows, 32]: column 2 r = high, 2 r + 1 = low halves of row r; slot 32 plane + 16 b + 4 a + i
-               lies at a * 8 + b * 4 + i (a 0..3, b 0..1, i 0..3), a lane's B operand of mma.m16n8k32.s8
+    fragments  int8 [planes, 2 rows, 32]: column 2 r = high, 2 r + 1 = low halves of row r; slot 32 plane + 16 b + 4 a
+               + i lies at a * 8 + b * 4 + i (a 0..3, b 0..1, i 0..3), a lane's B operand of mma.m16n8k32.s8
     plain      float16 [rows, d]: the query times the power of two that brings it below 2048, so that bfloat16 values
                stay exact, for q . mu  (``zero="page"`` only)
     sums       int32 [rows]: sum f n

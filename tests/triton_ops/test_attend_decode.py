@@ -63,9 +63,7 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
         shape = (count, PAGE_TOKENS, heads, d)
         first = torch.arange(count) * PAGE_TOKENS
         key, value = (x[: count * PAGE_TOKENS].view(shape) for x in (key, value))
-        encoded = reference.encode_pages(
-            key, value, first, codec=codec, layout=layout, sink=options.get("sink", 64)
-        )
+        encoded = reference.encode_pages(key, value, first, codec=codec, layout=layout, sink=options.get("sink", 64))
         step.pages[step.page_table[r, :count].long()] = encoded
     if kind_of(codec) == "spectral":
         step.query.mul_(0.125)  # the random spectrum is steep: bring logits down to a standard deviation of about 3
@@ -136,7 +134,8 @@ def logit_noise(step, codec, layout) -> torch.Tensor:
     weights = torch.einsum("thgd,hds->thgs", query, codec.key_query)
     factor = torch.where(torch.arange(d) // 32 % 2 == 1, 4.0, 1.0)
     unit = (weights.abs() / factor).amax(-1) / MAX_INTEGER
-    scale = reference.unpack(step.pages, layout)[0].scale.float().nan_to_num(0.0).amax((0, 2))  # [H]
+    scale = reference.unpack(step.pages, layout)[0].scale.float()
+    scale = scale.square().nanmean((0, 2)).sqrt()  # [H]; pages nobody wrote are NaN
     rounding = unit * (factor.square().sum() / 12 * 1.25).sqrt()
     return (rounding * scale[:, None] * d**-0.5).view(tokens, query_heads)
 
@@ -150,7 +149,7 @@ def check(step, device, codec, layout, *, sink=64, recent=256, tolerance=TOLERAN
     assert not output.isnan().any(), "unwritten or NaN output"
     assert not lse.isnan().any(), "unwritten or NaN lse"
     error = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
-    noise = 6 * logit_noise(step, codec, layout)
+    noise = 4 * logit_noise(step, codec, layout)
     worst = divmod(int((error - noise).argmax()), error.shape[1])
     lse_error = (lse - expected_lse).abs()
     print(f"error {error.max():.1e}, lse {lse_error.max():.1e}, noise bound {noise.max():.1e}, worst row {worst}")
@@ -278,14 +277,15 @@ def test_refusals():
         run(step, "cpu", codec, layout, sink=64, recent=256)
 
 
-def test_merge_tile_fills_the_gpu():
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_merge_tile_fills_the_gpu(d):
     for rows in (1, 4, 32, 128, 1024):
         for heads in (1, 2, 8):
-            tile, slots, _ = merge_tile(rows=rows, num_kv_heads=heads, multiprocessors=132)
-            assert tile * slots <= 32
+            tile, slots, _ = merge_tile(rows=rows, num_kv_heads=heads, head_size=d, multiprocessors=132)
+            assert tile * slots * d <= 4096
             programs = heads * math.ceil(rows / tile)
             assert tile == 1 or programs >= 132
-            assert tile == 16 or tile == 1 or heads * math.ceil(rows / (2 * tile)) < 132
+            assert tile == 16 or heads * math.ceil(rows / (2 * tile)) < 132
 
 
 @pytest.mark.parametrize(("rows", "d"), [(4, 64), (8, 64), (16, 64), (4, 128), (8, 128), (16, 128), (4, 256), (8, 256)])
