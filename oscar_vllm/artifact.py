@@ -35,6 +35,10 @@ INVERSE_TOLERANCE = 1e-3
 """Largest |E^T Q - I|; encode and query matrices are rounded to float32 after a whitening of condition up to 1e4."""
 
 
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default", "telechat3-yarn": "yarn"}
+"""Names of rope types that vLLM replaces when it loads a configuration."""
+
+
 def _calibration_command(model: str) -> str:
     return f"python -m calib --model {model} --output-dir <directory>"
 
@@ -68,6 +72,7 @@ def model_geometry(config: Any) -> dict[str, Any]:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if isinstance(rope.get("full_attention"), Mapping):
         rope = rope["full_attention"]
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     factor = rope.get("factor")
     return {
         "model_type": model_type,
@@ -77,7 +82,7 @@ def model_geometry(config: Any) -> dict[str, Any]:
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or query_heads,
         "head_size": head_size,
         "rope_theta": float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 0.0),
-        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+        "rope_type": _ROPE_ALIASES.get(rope_type, rope_type),
         "rope_factor": None if factor is None else float(factor),
     }
 

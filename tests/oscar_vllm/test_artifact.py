@@ -296,6 +296,24 @@ def test_another_family_of_equal_shape_is_refused():
         example().check_model(config)
 
 
+@pytest.mark.parametrize(
+    ("rope", "same"),
+    [
+        ({"rope_parameters": {"type": "linear", "rope_theta": 1e4, "factor": 2}}, True),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 10000}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}}, True),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, False),
+    ],
+    ids=["old-name", "old-fields", "per-layer-type", "other-factor"],
+)
+def test_spellings_of_the_same_rope_are_equal(rope, same):
+    from types import SimpleNamespace
+
+    usual = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    first, second = (model_geometry(SimpleNamespace(**SHAPE, **options)) for options in (usual, rope))
+    assert (first == second) == same
+
+
 def test_models_without_pages_are_refused():
     with pytest.raises(OscarUnsupportedError, match=r"deepseek_v3 uses latent attention .kv_lora_rank=512."):
         model_geometry(DeepseekV3Config())
