@@ -136,14 +136,16 @@ def evaluate(
     for window in tqdm(windows, desc="windows", unit="window"):
         with intercept_attention(model, exact_attention):
             exact = log_probabilities(model, window, first)
+        probability, top = exact.exp(), exact.argmax(-1)
+        negative_entropy = torch.linalg.vecdot(probability, exact)
         following = window[first + 1 :, None].to(exact.device)
         for name, attention in attentions.items():
             start = time.monotonic()
             with intercept_attention(model, attention):
                 actual = exact if attention is exact_attention else log_probabilities(model, window, first)
             entry = sums[name]
-            entry["kl"].append(float((exact.exp() * (exact - actual)).sum(-1).mean()))
-            entry["top1"].append(float((exact.argmax(-1) == actual.argmax(-1)).float().mean()))
+            entry["kl"].append(float((negative_entropy - torch.linalg.vecdot(probability, actual)).mean()))
+            entry["top1"].append(float((top == actual.argmax(-1)).float().mean()))
             entry["loss"].append(float(-actual.gather(1, following).mean()))
             entry["s"].append(time.monotonic() - start)
     positions = len(windows) * (len(windows[0]) - 1 - first)
@@ -228,7 +230,7 @@ def main() -> None:
             for flag, value in (
                 ("--model", Path(options.model).name),
                 ("--configurations", options.configurations),
-                *(("--artifact", item.partition("=")[0]) for item in options.artifact),
+                *(("--artifact", item.partition("=")[0] + "=DIR") for item in options.artifact),
                 *(("--text", path.name) for path in options.text),
                 ("--windows", options.windows),
                 ("--tokens", options.tokens),
