@@ -29,6 +29,8 @@ BACKEND_NAME = "OSCAR_INT2"
 BACKEND_PATH = "oscar_vllm.backend.OscarBackend"
 
 _MARK = "__oscar_patch__"
+_DRAFT_MODEL_PREFIX = "draft_model."
+"""What the names of a separate draft model's layers begin with."""
 
 
 def vllm_version() -> tuple[int, int]:
@@ -212,6 +214,8 @@ def attach_window_caches() -> None:
             original(self, *args, **kwargs)
             if self.kv_cache_dtype == DTYPE:
                 _attach_window_cache(self, get_current_vllm_config())
+            elif self.layer_name.startswith(_DRAFT_MODEL_PREFIX):
+                _put_draft_model_first(get_current_vllm_config())
 
         return __init__
 
@@ -244,6 +248,20 @@ def _attach_window_cache(layer: Any, vllm_config: "VllmConfig") -> None:
         window = WindowCache(layer, layer.impl.settings.options, vllm_config.model_config.dtype)
         context[window.layer_name] = window
         context[layer.layer_name] = context.pop(layer.layer_name)
+
+
+def _put_draft_model_first(vllm_config: "VllmConfig") -> None:
+    """Register the layers of a separate draft model before all others.
+
+    Symptom: with ``--speculative-config '{"method": "draft_model", ...}'`` the target's own first token is wrong.
+    Cause: the V1 runner hands a draft model the block table of cache group 0, whichever group its layers are in
+    (``GPUModelRunner._build_attention_metadata``, 0.32 and 0.33: only EAGLE-like drafters are asked for their group).
+    Group 0 would be the windows, and the drafter would write into blocks of other requests.
+    Remove: when ``DraftModelProposer.kv_cache_gid`` is honoured there.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    for name in [name for name in context if not name.startswith(_DRAFT_MODEL_PREFIX)]:
+        context[name] = context.pop(name)
 
 
 def equal_pages() -> None:

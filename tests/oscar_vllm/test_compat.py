@@ -219,6 +219,18 @@ def test_a_layer_that_shares_a_cache_gets_no_window_of_its_own():
     assert sharing.impl.attached == [sharing.layer_name]
 
 
+def test_a_draft_models_layers_stand_first_in_their_order():
+    """The V1 runner gives a draft model the block table of group 0; windows there were overwritten by the drafter."""
+    target, draft = layer(), [layer(f"draft_model.model.layers.{i}.self_attn.attn") for i in range(2)]
+    config = engine(target)
+    compat._attach_window_cache(target, config)
+    for item in draft:
+        config.compilation_config.static_forward_context[item.layer_name] = item
+        compat._put_draft_model_first(config)
+    names = list(config.compilation_config.static_forward_context)
+    assert names == [*(item.layer_name for item in draft), target.layer_name + ".oscar_window", target.layer_name]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
