@@ -48,7 +48,7 @@ DEMOTE_VARIANTS = [
 ]
 PREFILL_VARIANTS = [
     Variant("shipped"),
-    Variant("64 rows, 1 stage", {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 1}),
+    Variant("64 rows, 2 stages", {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}),
     Variant("64 rows, half pages", {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}),
     Variant("128 rows, 1 stage", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 1}),
     Variant("128 rows, 2 stages", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 2}),

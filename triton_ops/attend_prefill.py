@@ -559,7 +559,10 @@ def tile_bound(*, num_tokens: int, num_requests: int, tile: int) -> int:
 
 
 def launch_shape(*, head_size: int, groups: int) -> tuple[int, int, int]:
-    """(rows per program, tokens per inner step, warps). A row is one query head of one token."""
+    """(rows per program, tokens per inner step, warps). A row is one query head of one token.
+
+    Two programs of four warps share a multiprocessor, so that one multiplies while the other dequantizes.
+    """
     if head_size == 256:
         return 64, 64, 8
     return max(64, triton.next_power_of_2(groups)), 128, 4
@@ -595,7 +598,7 @@ def attend_prefill(
     block_m: int | None = None,
     block_n: int | None = None,
     num_warps: int | None = None,
-    num_stages: int = 2,
+    num_stages: int = 1,
     max_registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to everything older than the chunk; `append` and `demote` of the step come first.
