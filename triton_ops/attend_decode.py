@@ -128,10 +128,10 @@ def _key_sums(
         initial = tl.broadcast_to(start[None, :], [64, 2 * ROWS])
         x = tl.dot(k0, fragments[0], initial, out_dtype=tl.int32)
         x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
-        sums = sums + (_join_halves(x, 64, ROWS),)  # noqa: RUF005
+        sums = sums + (_join_halves(x, 64, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
         x = tl.dot(k2, fragments[0], initial, out_dtype=tl.int32)
         x = tl.dot(k3, fragments[1], x, out_dtype=tl.int32)
-        sums = sums + (_join_halves(x, 64, ROWS),)  # noqa: RUF005
+        sums = sums + (_join_halves(x, 64, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
     else:
         for chunk in tl.static_range(128 // CHUNK):
             x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
@@ -142,7 +142,7 @@ def _key_sums(
                 x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
                 x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
                 x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
-            sums = sums + (_join_halves(x, CHUNK, ROWS),)  # noqa: RUF005
+            sums = sums + (_join_halves(x, CHUNK, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
     if HEAD_SIZE != 64 and CHUNK == 128:
         joined = sums[0]
     else:
@@ -285,7 +285,7 @@ def _attend_kernel(
         fragments = ()
         for plane in tl.static_range(HEAD_SIZE // 32):
             source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
-            fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # noqa: RUF005
+            fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # type: ignore[assignment]  # noqa: RUF005
         factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
         mean_factor = tl.load(factors_ptr + prepared * (2 * ROWS) + ROWS + out_row)
         pair = tl.arange(0, 2 * ROWS)
@@ -309,7 +309,7 @@ def _attend_kernel(
         zeros = tl.zeros([8, ROWS], tl.float32)
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
-            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
+            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         start = tl.maximum(begin - window_tiles, 0) + first_page
         for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
@@ -360,7 +360,7 @@ def _attend_kernel(
                 x = tl.dot(v2, w2, x, out_dtype=tl.int32)
                 x = tl.dot(v3, w3, x, out_dtype=tl.int32)
                 added = _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
-                new = new + (acc[chunk] * keep[None, :] + added,)  # noqa: RUF005
+                new = new + (acc[chunk] * keep[None, :] + added,)  # type: ignore[assignment]  # noqa: RUF005
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
         total_zero = tl.sum(zeros, 0)
