@@ -309,7 +309,7 @@ def _attend_kernel(
         zeros = tl.zeros([8, ROWS], tl.float32)
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
-            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
         start = tl.maximum(begin - window_tiles, 0) + first_page
         for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
