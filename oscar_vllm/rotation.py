@@ -56,7 +56,7 @@ class EngineSettings:
 
         """
         if self.artifact is None:
-            return hadamard_codecs(1, num_kv_heads, head_size)[0]
+            return hadamard_codecs(1, num_kv_heads, head_size, zero=self.options.zero or "page")[0]
         codec = self.artifact.layers.get(layer)
         if codec is None:
             raise OscarArtifactError(

@@ -5,6 +5,8 @@ The result is partial: (output, lse), to be merged with causal attention over th
 (`reference.attend` is the sum of both). Per query at position q, with q0 the chunk's first position:
 
     token t < q0     its window block if t < sink or t > q - recent, and the block is not null; else its page
+    token t < far    not here with ``near_only``, far = 128 * ((q0 - recent + 1) // 128): what every query of the chunk
+                     reads whole can be written out once (dequantize.py) and attended with FlashAttention
     token t >= q0    ``exact``: not here. ``invariant``: its page if sink <= t <= q - recent, its window block if
                      t < sink and t <= q - recent; the rest is the caller's attention with a sliding window of `recent`
 
@@ -28,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_ops.codec import LayerCodec
-from triton_ops.layout import PageLayout
+from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
@@ -443,6 +445,7 @@ def _attend_kernel(
     HEAD_SIZE: tl.constexpr,
     ZERO_PAGE: tl.constexpr,
     INVARIANT: tl.constexpr,
+    NEAR_ONLY: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -482,8 +485,14 @@ def _attend_kernel(
             limit = tl.maximum(limit, highest - recent + 1)
         limit = tl.minimum(limit, length // 128 * 128)
         first_whole = (sink + 127) // 128
-        whole = tl.maximum(tl.minimum(limit, lowest - recent + 1) // 128, first_whole)
         first_page = sink // 128
+        sink_end = sink
+        if NEAR_ONLY:
+            far = tl.maximum(first_position - recent + 1, 0) // 128
+            first_whole = tl.maximum(first_whole, far)
+            first_page = tl.maximum(first_page, far)
+            sink_end = tl.where(far > 0, 0, sink)
+        whole = tl.maximum(tl.minimum(limit, lowest - recent + 1) // 128, first_whole)
         before = first_whole - first_page
         after = tl.maximum((limit + 127) // 128 - whole, 0)
         before = tl.where(limit > sink, before, 0)
@@ -532,7 +541,7 @@ def _attend_kernel(
             limit = length
         acc, m, total = _windows(
             acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, row_position,
-            first_position, 0, tl.minimum(sink, limit), sink, recent,
+            first_position, 0, tl.minimum(sink_end, limit), sink, recent,
             HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM,
         )  # fmt: skip
         acc, m, total = _windows(
@@ -551,6 +560,11 @@ def _attend_kernel(
 
 
 # ------------------------------------------------------------------------------------------ launchers
+
+
+def far_pages(context: Tensor, recent: int) -> Tensor:
+    """Pages that every query of a chunk reads whole: [R] for ``context`` [R] tokens before the chunk; any device."""
+    return (context - (recent - 1)).clamp_min(0) // PAGE_TOKENS
 
 
 def tile_bound(*, num_tokens: int, num_requests: int, tile: int) -> int:
@@ -592,6 +606,7 @@ def attend_prefill(
     num_tokens: int,
     num_requests: int,
     prefill: Literal["exact", "invariant"] = "exact",
+    near_only: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: tuple[Tensor, Tensor] | None = None,
@@ -619,6 +634,7 @@ def attend_prefill(
         num_tokens: T, or an upper bound; rows of no request are left untouched.
         num_requests: R.
         prefill: the rule for tokens of the same step (module docstring).
+        near_only: leave out the pages and sinks before ``far_pages`` (module docstring).
         out: [T, H * G, d] float32, float16 or bfloat16 to write to; by default a new float32 tensor.
         lse: [H * G, T] float32 to write to; by default a new tensor.
         workspace: float16 and float32 tensors of `workspace_shapes`; by default new ones.
@@ -734,6 +750,7 @@ def attend_prefill(
         HEAD_SIZE=d,
         ZERO_PAGE=zero_page,
         INVARIANT=prefill == "invariant",
+        NEAR_ONLY=near_only,
         WINDOW_BLOCK=windows.shape[2],
         BLOCK_REQUESTS=256,
         BLOCK_M=block_m,

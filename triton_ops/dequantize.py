@@ -103,8 +103,8 @@ def _dequantize_kernel(
                 codes = _value_tile(codes, half, HEAD_SIZE, BLOCK_N, ASM).trans(1, 0)  # [tokens, d]
                 rows = codes.to(tl.float32) * scale[:, None] + zero[:, None]
                 matrix = value_rotation + head * HEAD_SIZE * HEAD_SIZE
-                mean = value_mean + head * HEAD_SIZE
-                _project(rows, matrix, mean, plain + HEAD_SIZE, in_sink, value_out + row, COLUMNS, HEAD_SIZE)
+                offset = value_mean + head * HEAD_SIZE
+                _project(rows, matrix, offset, plain + HEAD_SIZE, in_sink, value_out + row, COLUMNS, HEAD_SIZE)
 
 
 def dequantize(
