@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for every test: threads, reproducible hypothesis runs, and the skipping of GPU tests."""
+"""Settings for every test: threads, Triton's interpreter, reproducible hypothesis runs, the skipping of GPU tests."""
 
 import os
 
 import pytest
+import torch
 
 # Two test processes share a small machine; more threads each would only fight for its cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU kernels run in Triton's interpreter. It must be on before anything, vLLM too, imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,9 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "TRITON_INTERPRET": "0",  # this process tests kernels in the interpreter; a server does not
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of several tests share the cores; two ranks need no NUMA nodes
 }
 
