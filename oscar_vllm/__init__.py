@@ -10,6 +10,6 @@ __version__ = "0.1.0"
 
 def register() -> None:
     """Teach this process's vLLM the dtype ``oscar_int2``. Idempotent."""
-    from oscar_vllm import plugin
+    from oscar_vllm.plugin import register as register_everything
 
-    plugin.register()
+    register_everything()

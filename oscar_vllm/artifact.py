@@ -118,7 +118,7 @@ class Artifact:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def zero(self) -> str:
+    def zero(self) -> Zero:
         """``"page"`` or ``"token"``; the same for every layer."""
         return next(iter(self.layers.values())).zero
 

@@ -184,6 +184,9 @@ class WindowCache(AttentionLayerBase):
         self.kv_cache = kv_cache.view(self.dtype)
 
     def get_kv_cache_spec(self, vllm_config: "VllmConfig") -> SinkWindowSpec:
+        sink, recent = self.options.sink, self.options.recent
+        assert sink is not None, "options are resolved"
+        assert recent is not None, "options are resolved"
         invariant = self.options.prefill == "invariant"
         speculative = vllm_config.speculative_config
         # EAGLE-like drafters give up the last page of every hit, so its tail lies one page further back.
@@ -197,8 +200,8 @@ class WindowCache(AttentionLayerBase):
             kv_quant_mode=KVQuantMode.NONE,
             state_content_bytes=(self.head_size + self.head_size_v) * get_dtype_size(self.dtype),
             page_size_padded=shared_page_bytes(vllm_config),
-            sink=self.options.sink,
-            recent=self.options.recent,
+            sink=sink,
+            recent=recent,
             replay_tokens=PAGE_TOKENS * (1 + drops_page) if invariant else 0,
             speculative_tokens=vllm_config.num_speculative_tokens,
             lookahead_tokens=vllm_config.num_lookahead_tokens,
