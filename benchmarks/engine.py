@@ -61,6 +61,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             enforce_eager=arguments.enforce_eager,
+            compilation_config={"cudagraph_capture_sizes": sorted({1, *arguments.batch})},
             enable_prefix_caching=True,
             seed=0,
             **options,
