@@ -29,8 +29,8 @@ MIN_SCALE = 2.0**-14
 """Smallest row scale: float16's smallest normal number, so that a constant row divides by something."""
 MAX_SCALE = 65504.0
 
-_MAX_LOGITS = 1 << 24
-"""Logits `attend` holds at a time for one request; longer chunks are attended in blocks of queries."""
+_MAX_LOGITS = 1 << 22
+"""Logits `attend` holds at a time; longer chunks are attended in blocks of queries, which also skip future keys."""
 
 
 # ------------------------------------------------------------------------------------------------ packing
@@ -438,17 +438,20 @@ def attend(
         begin, end = starts[r], starts[r + 1]
         if begin == end:
             continue
+        # Complete pages; with "exact" only those that hold a token of an earlier step.
         num_pages = seq_len // PAGE_TOKENS
+        if prefill == "exact":
+            num_pages = min(num_pages, -(-(seq_len - end + begin) // PAGE_TOKENS))
         history = _read_history(pages[page_table[r, :num_pages].long()], codec, layout, windows.dtype)
         rows = max(1, _MAX_LOGITS // (query.shape[1] * seq_len))
         for at in range(begin, end, rows):
             until = min(at + rows, end)
             output[at:until], lse[at:until] = _attend_request(
                 query[at:until],
-                key[begin:end],
-                value[begin:end],
+                key[begin:until],
+                value[begin:until],
                 first_query=seq_len - (end - at),
-                seq_len=seq_len,
+                step=seq_len - (end - begin),
                 history=history,
                 windows=windows,
                 blocks=window_table[r],
@@ -468,7 +471,7 @@ def _attend_request(
     value: Tensor,
     *,
     first_query: int,
-    seq_len: int,
+    step: int,
     history: _History,
     windows: Tensor,
     blocks: Tensor,
@@ -479,11 +482,14 @@ def _attend_request(
     recent: int,
     prefill: Prefill,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` for some consecutive queries of one request."""
+    """`attend` for some consecutive queries of one request.
+
+    ``key`` and ``value`` hold the step's tokens up to the last query; ``step`` is the position of the first of them.
+    """
     device, d, block_size = query.device, query.shape[-1], windows.shape[2]
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    step = seq_len - key.shape[0]  # position of the step's first token
-    q_position = torch.arange(first_query, first_query + query.shape[0], device=device)[:, None]
+    end = first_query + query.shape[0]
+    q_position = torch.arange(first_query, end, device=device)[:, None]
 
     # Tokens of earlier steps that may be read as BF16: the sink, and what is recent for the first query here.
     t_sink = torch.arange(min(sink, step), device=device)
@@ -494,7 +500,7 @@ def _attend_request(
     both = torch.where(present[:, None, None], windows[block, :, earlier % block_size].float(), 0.0)
     exact_key = rearrange(torch.cat([both[..., :d], key.float()]), "t h d -> h t d")
     exact_value = rearrange(torch.cat([both[..., d:], value.float()]), "t h d -> h t d")
-    exact_position = torch.cat([earlier, torch.arange(step, seq_len, device=device)])
+    exact_position = torch.cat([earlier, torch.arange(step, end, device=device)])
     available = torch.cat([present, present.new_ones(key.shape[0])])
 
     def reads_exact(position: Tensor) -> Tensor:  # [queries, tokens]
@@ -505,25 +511,27 @@ def _attend_request(
     use_exact = reads_exact(exact_position) & available & (exact_position <= q_position)
     logits_exact = (q @ exact_key.transpose(1, 2)) * scale
 
-    t_history = torch.arange(history.key_rows.shape[1], device=device)
-    bf16 = torch.zeros(max(seq_len, t_history.shape[0]), dtype=torch.bool, device=device)
+    pages = min(history.key_mean.shape[1], -(-end // PAGE_TOKENS))
+    t_history = torch.arange(pages * PAGE_TOKENS, device=device)
+    bf16 = torch.zeros(max(end, t_history.shape[0]), dtype=torch.bool, device=device)
     bf16[exact_position] = available
     use_history = (t_history <= q_position) & (t_history >= sink)
     use_history &= ~(reads_exact(t_history) & bf16[: t_history.shape[0]])
     slots = q @ codec.key_query if rotated else q
-    shared = (q @ history.key_mean.transpose(1, 2)).repeat_interleave(PAGE_TOKENS, 2)
-    logits_history = (slots @ history.key_rows.transpose(1, 2) + shared) * scale
+    shared = (q @ history.key_mean[:, :pages].transpose(1, 2)).repeat_interleave(PAGE_TOKENS, 2)
+    logits_history = (slots @ history.key_rows[:, : t_history.shape[0]].transpose(1, 2) + shared) * scale
 
     use = torch.cat([use_exact, use_history], 1).repeat_interleave(groups, 0)
-    logits = torch.cat([logits_exact, logits_history], 2).masked_fill(~use, -torch.inf)
-    lse = torch.logsumexp(logits, 2)
-    probability = torch.exp(logits - lse[..., None])
-    from_exact = probability[..., : exact_position.shape[0]]
-    from_history = probability[..., exact_position.shape[0] :]
-    out_history = from_history @ history.value_rows
+    weight = torch.cat([logits_exact, logits_history], 2).masked_fill_(~use, -torch.inf)
+    largest = weight.amax(2, keepdim=True)
+    weight.sub_(largest).exp_()
+    total = weight.sum(2, keepdim=True)
+    from_exact, from_history = weight.split([exact_position.shape[0], t_history.shape[0]], 2)
+    out_history = from_history @ history.value_rows[:, : t_history.shape[0]]
     if rotated:
         out_history = out_history @ codec.value_rotation.transpose(1, 2)
         out_history = out_history + from_history.sum(2, keepdim=True) * codec.value_mean[:, None]
-    out = from_exact @ exact_value + out_history
+    lse = (largest + total.log()).squeeze(2)
+    out = (from_exact @ exact_value + out_history) / total
     shape = {"h": heads, "g": groups}
     return rearrange(out, "h (n g) d -> n (h g) d", **shape), rearrange(lse, "h (n g) -> n (h g)", **shape)
