@@ -4,6 +4,7 @@
 import csv
 import datetime
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,12 +26,15 @@ def _version(*packages: str) -> str:
 
 
 def _commit() -> str:
+    """The checked-out commit, or what the variable COMMIT says where the sources lie outside of git."""
+    if commit := os.environ.get("COMMIT"):
+        return commit
     here = Path(__file__).parent
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
     except FileNotFoundError:
         return ""
-    return commit.stdout.strip()
+    return done.stdout.strip()
 
 
 def context() -> dict[str, str]:
