@@ -24,6 +24,7 @@ so that a lane stores 16 bytes at a time; and the maximum (base 2) and sum per r
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_ops.codec import LayerCodec
 from triton_ops.layout import PageLayout
-from triton_ops.prepare import LOG2_E, PreparedQuery
+from triton_ops.prepare import LOG2_E, PreparedQuery, supports_pdl
 from triton_ops.schedule import (
     ENTRY_FIELDS,
     REQUEST_FIELDS,
@@ -82,6 +83,14 @@ def _unpack(codes, COMPILED: tl.constexpr):
         upper = codes >> 4
         p0, p1, p2, p3 = codes & 3, codes & 12, upper & 3, upper & 12
     return p0, p1, p2, p3
+
+
+@triton.jit
+def _prefetch(address):
+    """Bring the lines at ``address`` (int64) to the L2 cache; returns nothing of use."""
+    return tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -215,12 +224,12 @@ def _attend_kernel(
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     entry = entries_ptr + tl.program_id(0) * ENTRY_FIELDS
     request = tl.load(entry)
     head = tl.program_id(1) // ROW_BLOCKS
     row_block = tl.program_id(1) % ROW_BLOCKS
-    if request < 0:
-        return
     first = tl.load(entry + 1)
     queries = tl.load(entry + 2)
     step = tl.load(entry + 3)
@@ -233,6 +242,10 @@ def _attend_kernel(
     window_tiles = tl.load(entry + 10)
     first_page = tl.load(entry + 11)
     whole_end = tl.load(entry + 12)
+    if request < 0:
+        if PDL:
+            gdc_wait()
+        return
     page_table = page_table_ptr + request.to(tl.int64) * page_table_stride
     window_table = window_table_ptr + request.to(tl.int64) * window_table_stride
     blocks = tl.num_programs(1)
@@ -273,12 +286,20 @@ def _attend_kernel(
             acc = _dot(tl.trans(v), high, acc * keep[None, :], COMPILED)
             acc = _dot(tl.trans(v), low, acc, COMPILED)
         slot = window_slot * blocks + tl.program_id(1)
-        target = partial_ptr + slot * (ROWS * HEAD_SIZE) + ((dim % 8) * (HEAD_SIZE // 8) + dim // 8)[:, None]
-        tl.store(target + column[None, :] * HEAD_SIZE, acc, mask=(column < ROWS)[None, :])
+        o = acc.reshape([HEAD_SIZE // 8, 8, COLUMNS]).trans(2, 1, 0)
+        target = partial_ptr + slot * (ROWS * HEAD_SIZE) + column[:, None, None] * HEAD_SIZE
+        target += tl.arange(0, 8)[None, :, None] * (HEAD_SIZE // 8) + tl.arange(0, HEAD_SIZE // 8)[None, None, :]
+        tl.store(target, o, mask=(column < ROWS)[:, None, None])
         tl.store(stats_ptr + slot * (2 * ROWS) + column, m, mask=column < ROWS)
         tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + column, total, mask=column < ROWS)
 
+    start = tl.maximum(begin - window_tiles, 0) + first_page
     if PDL:
+        if end > window_tiles:
+            # While the query is prepared, the first page comes as far as the L2 cache.
+            page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
+            last: tl.constexpr = KEY_ZERO + (256 if TOKEN_ZERO else 2 * HEAD_SIZE) - 1
+            _prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
         gdc_wait()
     if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
@@ -310,7 +331,6 @@ def _attend_kernel(
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
-        start = tl.maximum(begin - window_tiles, 0) + first_page
         for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
             meta = metadata_ptr + page // 2
@@ -372,46 +392,6 @@ def _attend_kernel(
             tl.store(target + tl.arange(0, 8)[None, :, None] * (HEAD_SIZE // 8) + low[None, None, :], o)
         tl.store(stats_ptr + slot * (2 * ROWS) + out_row, m)
         tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + out_row, tl.sum(total, 0))
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _merge_partials(
-    partial_ptr,
-    stats_ptr,
-    first,
-    count,
-    block_index,
-    row,
-    valid,
-    blocks,
-    M: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-):
-    """Merge ``count`` [M] partials from slot ``first`` [M]: (maximum [M], sum [M], unnormalized output [M, d])."""
-    m = tl.full([M], -1.0e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, HEAD_SIZE], tl.float32)
-    dim = tl.arange(0, HEAD_SIZE)
-    for at in tl.range(0, tl.max(tl.where(valid, count, 0), 0), SLOTS):
-        k = at + tl.arange(0, SLOTS)
-        here = valid[:, None] & (k[None, :] < count[:, None])
-        index = (first[:, None] + k[None, :]).to(tl.int64) * blocks + block_index[:, None]
-        stats = stats_ptr + index * (2 * ROWS) + row[:, None]
-        m_part = tl.load(stats, mask=here, other=-1.0e30)
-        total_part = tl.load(stats + ROWS, mask=here, other=0.0)
-        source = partial_ptr + index * (ROWS * HEAD_SIZE) + row[:, None] * HEAD_SIZE
-        part = tl.load(source[:, :, None] + dim[None, None, :], mask=here[:, :, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        weight = tl.exp2(m_part - m_new[:, None])
-        keep = tl.exp2(m - m_new)
-        m = m_new
-        total = total * keep + tl.sum(total_part * weight, 1)
-        acc = acc * keep[:, None] + tl.sum(part * weight[:, :, None], 1)
-    return m, total, acc
 
 
 @triton.jit
@@ -437,78 +417,90 @@ def _merge_kernel(
     REQUEST_FIELDS: tl.constexpr,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Everything the attend kernel does not write is on its way before the wait: no load below depends on another but
+    # for the partials, whose number is in the request's record.
     head = tl.program_id(0)
+    dim = tl.arange(0, HEAD_SIZE)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(1) * M + tl.arange(0, M)
     block = r // ROWS
     request = block // ROW_BLOCKS
     row_block = block % ROW_BLOCKS
     row = row_block * ROWS + r % ROWS
     exists = request < num_requests
+    record = requests_ptr + request * REQUEST_FIELDS
+    slot = tl.load(record, mask=exists, other=0)
+    windows = tl.load(record + 1, mask=exists, other=0)
+    count = tl.load(record + 2, mask=exists, other=0)
     first = tl.load(query_start_ptr + request, mask=exists, other=0)
     queries = tl.load(query_start_ptr + request + 1, mask=exists, other=0) - first
-    queries = tl.minimum(queries, tl.load(seq_lens_ptr + request, mask=exists, other=0))
-    valid = row < queries * GROUP
-    if tl.max(valid.to(tl.int32), 0) == 0:
-        return
-    record = requests_ptr + request * REQUEST_FIELDS
-    slot = tl.load(record, mask=valid, other=0)
-    windows = tl.load(record + 1, mask=valid, other=0)
-    count = tl.load(record + 2, mask=valid, other=0)
-    blocks = HEADS * ROW_BLOCKS
-    block_index = head * ROW_BLOCKS + row_block
+    seq_len = tl.load(seq_lens_ptr + request, mask=exists, other=0)
+    mean = tl.load(mean_ptr + head * HEAD_SIZE + column)
+    rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
-    m_window, total_window, window = _merge_partials(
-        partial_ptr, stats_ptr, slot, windows, block_index, r % ROWS, valid, blocks, M, SLOTS, ROWS, HEAD_SIZE
-    )
-    m_history, total_history, history = _merge_partials(
-        partial_ptr, stats_ptr, slot + windows, count - windows, block_index, r % ROWS, valid, blocks,
-        M, SLOTS, ROWS, HEAD_SIZE,
-    )  # fmt: skip
-    m = tl.maximum(m_window, m_history)
-    from_window = tl.exp2(m_window - m)
-    from_history = tl.exp2(m_history - m)
-    total = total_window * from_window + total_history * from_history
-    total = tl.where(valid, total, 1.0)
-    window *= (from_window / total)[:, None]
-    history *= (from_history / total)[:, None]
-    mass = total_history * from_history / total
+
+    index = slot.to(tl.int64) * (HEADS * ROW_BLOCKS) + head * ROW_BLOCKS + row_block
+    stats_row = stats_ptr + index * (2 * ROWS) + r % ROWS
+    partial_row = partial_ptr + index * (ROWS * HEAD_SIZE) + (r % ROWS) * HEAD_SIZE
+    m = tl.full([M], -1.0e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    window = tl.zeros([M, HEAD_SIZE], tl.float32)
+    history = tl.zeros([M, HEAD_SIZE], tl.float32)
+    for at in tl.range(0, tl.max(count, 0), SLOTS, num_stages=1):
+        k = at + tl.arange(0, SLOTS)
+        here = k[None, :] < count[:, None]
+        offset = k[None, :] * (HEADS * ROW_BLOCKS * ROWS)
+        source = partial_row[:, None] + offset * HEAD_SIZE
+        part = tl.load(source[:, :, None] + dim[None, None, :], mask=here[:, :, None], other=0.0)
+        stats = stats_row[:, None] + offset * 2
+        m_part = tl.load(stats, mask=here, other=-1.0e30)
+        total_part = tl.load(stats + ROWS, mask=here, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 1))
+        weight = tl.exp2(m_part - m_new[:, None])
+        keep = tl.exp2(m - m_new)
+        m = m_new
+        from_window = tl.where(k[None, :] < windows[:, None], weight, 0.0)
+        from_history = weight - from_window
+        total = total * keep + tl.sum(total_part * weight, 1)
+        mass = mass * keep + tl.sum(total_part * from_history, 1)
+        window = window * keep[:, None] + tl.sum(part * from_window[:, :, None], 1)
+        history = history * keep[:, None] + tl.sum(part * from_history[:, :, None], 1)
+    valid = row < tl.minimum(queries, seq_len) * GROUP
+    inverse = 1.0 / tl.where(valid, total, 1.0)
 
     # Dimension x lies at (x & 7) * (d / 8) + x // 8. Un-rotate on the tensor cores, rows repeated up to an MMA's M and
     # both factors as pairs of float16, 22 bits.
     COPIES: tl.constexpr = 16 // M
     history = history.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
-    window = window.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE])
+    window = window.reshape([M, 8, HEAD_SIZE // 8]).trans(0, 2, 1).reshape([M, HEAD_SIZE // COLUMNS, COLUMNS])
+    if HEAD_SIZE > COLUMNS:
+        mine = (tl.arange(0, HEAD_SIZE // COLUMNS) == tl.program_id(2))[None, :, None]
+        window = tl.where(mine, window, 0.0)
     peak = tl.maximum(tl.max(tl.abs(history), 1), 1.0e-30)
     wide = history / peak[:, None]
     wide = tl.broadcast_to(wide[:, None, :], [M, COPIES, HEAD_SIZE]).reshape([16, HEAD_SIZE])
     wide_high = wide.to(tl.float16)
     wide_low = (wide - wide_high.to(tl.float32)).to(tl.float16)
-    dim = tl.arange(0, HEAD_SIZE)
+    high = rotation.to(tl.float16)
+    low = (rotation - high.to(tl.float32)).to(tl.float16)
+    rotated = tl.dot(wide_low, tl.trans(high))
+    rotated = tl.dot(wide_high, tl.trans(low), rotated)
+    rotated = tl.dot(wide_high, tl.trans(high), rotated)
+    rotated = tl.max(rotated.reshape([M, COPIES, COLUMNS]), 1) * peak[:, None]
+    o = (rotated + tl.sum(window, 1) + mass[:, None] * mean[None, :]) * inverse[:, None]
     target = output_ptr + (first + row // GROUP).to(tl.int64) * output_stride_token
     target += (head * GROUP + row % GROUP) * output_stride_head
-    for chunk in tl.static_range(HEAD_SIZE // CHUNK):
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
-        rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
-        high = rotation.to(tl.float16)
-        low = (rotation - high.to(tl.float32)).to(tl.float16)
-        rotated = tl.dot(wide_low, tl.trans(high))
-        rotated = tl.dot(wide_high, tl.trans(low), rotated)
-        rotated = tl.dot(wide_high, tl.trans(high), rotated)
-        rotated = tl.max(rotated.reshape([M, COPIES, CHUNK]), 1) * peak[:, None]
-        mean = tl.load(mean_ptr + head * HEAD_SIZE + column)
-        chosen = (tl.arange(0, HEAD_SIZE // CHUNK) == chunk)[None, :, None]
-        part = tl.sum(tl.where(chosen, window.reshape([M, HEAD_SIZE // CHUNK, CHUNK]), 0.0), 1)
-        o = rotated + part + mass[:, None] * mean[None, :]
-        tl.store(target[:, None] + column[None, :], o.to(output_ptr.dtype.element_ty), mask=valid[:, None])
+    tl.store(target[:, None] + column[None, :], o.to(output_ptr.dtype.element_ty), mask=valid[:, None])
     if HAS_LSE:
-        lse = (m + tl.log2(total)) * 0.6931471805599453
-        tl.store(lse_ptr + (head * GROUP + row % GROUP) * lse_stride + first + row // GROUP, lse, mask=valid)
+        lse = (m + tl.log2(tl.where(valid, total, 1.0))) * 0.6931471805599453
+        target = lse_ptr + (head * GROUP + row % GROUP) * lse_stride + first + row // GROUP
+        tl.store(target, lse, mask=valid)
 
 
 @dataclass(frozen=True)
@@ -535,29 +527,53 @@ def attend_options(*, rows: int, head_size: int) -> AttendOptions:
     """The shipped choice: more rows or dimensions take smaller chunks, so that the sums stay in registers."""
     return AttendOptions(
         key_chunk=128 if rows == 4 else 64,
-        value_chunk=min(head_size, 128 if rows == 4 else 64 if rows == 8 else 32),
+        value_chunk=min(head_size, 128 if rows == 4 else 32),
         stages=3,
         window_stages=3,
         registers=register_limit(rows, head_size),
     )
 
 
-def merge_tile(*, rows: int, num_kv_heads: int, head_size: int, multiprocessors: int) -> tuple[int, int, int]:
-    """(query rows of a merge program, partials it reads at a time, warps).
+@dataclass(frozen=True)
+class MergeOptions:
+    """Launch choices of the merge kernel.
 
-    The un-rotation matrix is read once per program, so as many rows as still leave a program for each multiprocessor.
+    Attributes:
+        rows: query rows of a program, 1..16.
+        slots: partials of each row a program reads at a time.
+        columns: output dimensions of a program, the head size or a part of it.
+        warps: warps of a program.
+
+    """
+
+    rows: int
+    slots: int
+    columns: int
+    warps: int
+
+
+def merge_options(*, grid: DecodeGrid, num_kv_heads: int, head_size: int, multiprocessors: int) -> MergeOptions:
+    """One wave of programs, each with all of its loads in flight at once.
+
+    The un-rotation matrix (64 KiB of it at most) is read once per program, so a program takes as few rows as still
+    make one wave, and all the partials of its rows at a time where an even share of the splits allows.
 
     Args:
-        rows: query rows per KV head, padding included.
+        grid: from `triton_ops.schedule.decode_grid`.
         num_kv_heads: KV heads.
         head_size: d.
         multiprocessors: multiprocessors of the GPU.
 
     """
-    tile = 16
-    while tile > 1 and num_kv_heads * -(-rows // tile) < multiprocessors:
-        tile //= 2
-    return tile, max(1, 4096 // (head_size * tile)), 8 if tile == 1 or head_size == 256 else 4
+    columns = min(head_size, 16384 // head_size)
+    rows = grid.requests * grid.row_blocks * grid.rows
+    programs = num_kv_heads * (head_size // columns)
+    tile = 1
+    while tile < 16 and programs * -(-rows // tile) > multiprocessors:
+        tile *= 2
+    partials = -(-grid.entries // grid.requests) + 1  # one split may write two
+    slots = max(1, min(32768 // (head_size * tile), triton.next_power_of_2(partials)))
+    return MergeOptions(tile, slots, columns, 8)
 
 
 @dataclass(frozen=True)
@@ -663,9 +679,9 @@ def attend_partials(
     recent: int,
     schedule: DecodeSchedule,
     workspace: DecodeWorkspace,
-    launch_pdl: bool = False,
+    launch_pdl: bool | None = None,
     options: AttendOptions | None = None,
-) -> object:
+) -> Any:
     """First launch of `attend_decode`: fill ``workspace.partial``. Returns Triton's compiled kernel."""
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
     if query.dtype != windows.dtype or query.dtype not in (torch.bfloat16, torch.float16):
@@ -688,6 +704,7 @@ def attend_partials(
     if options is None:
         options = attend_options(rows=grid.rows, head_size=d)
     prepared = workspace.prepared
+    launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
     launch = {"launch_pdl": True} if launch_pdl else {}
     return _attend_kernel[(grid.entries, heads * grid.row_blocks)](
         query,
@@ -751,16 +768,17 @@ def merge_partials(
     workspace: DecodeWorkspace,
     output: Tensor,
     lse: Tensor | None = None,
-    launch_pdl: bool = False,
-) -> None:
-    """Second launch of `attend_decode`: merge ``workspace.partial`` into ``output`` and ``lse``."""
+    launch_pdl: bool | None = None,
+    options: MergeOptions | None = None,
+) -> Any:
+    """Second launch of `attend_decode`: merge ``workspace.partial`` into ``output`` and ``lse``. Returns the kernel."""
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
-    rows = grid.requests * grid.row_blocks * grid.rows
-    tile, slots, warps = merge_tile(
-        rows=rows, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors
-    )
+    if options is None:
+        options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors)
+    launch_pdl = supports_pdl(output.device) if launch_pdl is None else launch_pdl
+    tiles = triton.cdiv(grid.requests * grid.row_blocks * grid.rows, options.rows)
     launch = {"launch_pdl": True} if launch_pdl else {}
-    _merge_kernel[(heads, triton.cdiv(rows, tile))](
+    return _merge_kernel[(heads, tiles, d // options.columns)](
         workspace.partial,
         workspace.stats,
         schedule.requests,
@@ -780,12 +798,12 @@ def merge_partials(
         ROWS=grid.rows,
         ROW_BLOCKS=grid.row_blocks,
         REQUEST_FIELDS=REQUEST_FIELDS,
-        M=tile,
-        SLOTS=slots,
-        CHUNK=32,
+        M=options.rows,
+        SLOTS=options.slots,
+        COLUMNS=options.columns,
         HAS_LSE=lse is not None,
         PDL=launch_pdl,
-        num_warps=warps,
+        num_warps=options.warps,
         **launch,
     )
 
@@ -808,8 +826,9 @@ def attend_decode(
     workspace: DecodeWorkspace,
     output: Tensor,
     lse: Tensor | None = None,
-    launch_pdl: bool = False,
+    launch_pdl: bool | None = None,
     options: AttendOptions | None = None,
+    merge: MergeOptions | None = None,
 ) -> None:
     """Causal attention of short queries over sink, history and recent; after `append`, `demote` and `prepare_query`.
 
@@ -832,9 +851,10 @@ def attend_decode(
         workspace: filled by `prepare_query` for this layer.
         output: [T, H * G, d], written; the last axis is contiguous.
         lse: [H * G, T] float32, written: natural log of the sum of exponentials.
-        launch_pdl: start each launch before the preceding kernel has ended (compute capability 9.0 or newer). The
-            kernel before must be `prepare_query`.
-        options: launch choices, default `attend_options`.
+        launch_pdl: start each launch before the preceding kernel has ended; default: where the GPU can. The kernel
+            before must then be `prepare_query` with the same choice (prepare.py says why that is safe).
+        options: launch choices of the attend kernel, default `attend_options`.
+        merge: launch choices of the merge kernel, default `merge_options`.
 
     Raises:
         ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
@@ -867,4 +887,5 @@ def attend_decode(
         output=output,
         lse=lse,
         launch_pdl=launch_pdl,
+        options=merge,
     )

@@ -22,8 +22,21 @@ holds, for every (request, row block, KV head)::
                stay exact, for q . mu  (``zero="page"`` only)
     sums       int32 [rows]: sum f n
     factors    float32 [2, rows]: logit factor u, then the factor of q . mu (or q . key_mean itself)
+
+Programmatic dependent launch. The three decode kernels (prepare, attend, merge) may start before the kernel in front of
+them has ended; a kernel's wait returns when that kernel has ended and its writes are visible. Why this is safe in any
+stream, whatever comes before and after:
+
+* In front of prepare, any kernel. Before its wait prepare reads only the codec and the step's metadata, which were
+  written many ordinary launches earlier; everything else follows the wait. It lets attend start after the wait.
+* So when attend starts, everything before prepare has ended: window blocks may be read, and partials of the previous
+  layer overwritten, at once. Prepared queries are read after attend's own wait.
+* Attend lets merge start at once. Before its wait merge reads only the codec, the step's metadata and the schedule.
+* Merge does not let its successor start early, and every program of attend and merge waits: when merge has ended,
+  attend and prepare have, as a successor that knows nothing of this expects.
 """
 
+import functools
 import math
 
 import torch
@@ -40,6 +53,12 @@ MAX_INTEGER = 32500.0
 PROGRAM_ROWS = 16
 """Rows one program prepares: the M of an MMA."""
 LOG2_E = math.log2(math.e)
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels launch by programmatic dependent launch by default: compute capability 9.0 or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class PreparedQuery:
@@ -88,9 +107,6 @@ def _prepare_kernel(
 ):
     head = tl.program_id(0)
     program = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     m = tl.arange(0, PROGRAM_ROWS)
     block = program * (PROGRAM_ROWS // ROWS) + m // ROWS
     request = block // ROW_BLOCKS
@@ -99,18 +115,31 @@ def _prepare_kernel(
     first = tl.load(query_start_ptr + request, mask=exists, other=0)
     queries = tl.load(query_start_ptr + request + 1, mask=exists, other=0) - first
     queries = tl.minimum(queries, tl.load(seq_lens_ptr + request, mask=exists, other=0))
+    slot = tl.arange(0, HEAD_SIZE)
+    k = tl.arange(0, STEP)
+    matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
+    # Up to head size 128 the whole matrix is on its way before anything is waited for.
+    parts = ()
+    if HEAD_SIZE <= 128:
+        for part in tl.static_range(HEAD_SIZE // STEP):
+            parts = parts + (tl.load(matrix + part * STEP * HEAD_SIZE),)  # type: ignore[assignment]  # noqa: RUF005
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     valid = row < queries * GROUP
     source = query_ptr + (first + row // GROUP).to(tl.int64) * query_stride_token
     source += (head * GROUP + row % GROUP) * query_stride_head
-
-    slot = tl.arange(0, HEAD_SIZE)
-    k = tl.arange(0, STEP)
+    q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
-    matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE
-    for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
-        q = tl.load(source[:, None] + (at + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        e = tl.load(matrix + (at + k)[:, None] * HEAD_SIZE + slot[None, :])
-        weights = tl.dot(q, e, weights, input_precision="tf32x3")
+    if HEAD_SIZE <= 128:
+        for part in tl.static_range(HEAD_SIZE // STEP):
+            x = tl.load(source[:, None] + (part * STEP + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+            weights = tl.dot(x, parts[part], weights, input_precision="tf32x3")
+    else:
+        for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
+            x = tl.load(source[:, None] + (at + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+            e = tl.load(matrix + at * HEAD_SIZE)
+            weights = tl.dot(x, e, weights, input_precision="tf32x3")
 
     plane = slot // 32
     weight = tl.where(plane % 2 == 1, 4, 1)
@@ -130,7 +159,6 @@ def _prepare_kernel(
     tl.store(sums_ptr + target * ROWS + m % ROWS, tl.sum(n * weight[None, :], 1), mask=exists)
     factors = factors_ptr + target * (2 * ROWS) + m % ROWS
     tl.store(factors, unit * scale_log2, mask=exists)
-    q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if TOKEN_ZERO:
         mean = tl.load(key_mean_ptr + head * HEAD_SIZE + slot)
         tl.store(factors + ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
@@ -151,7 +179,7 @@ def prepare_query(
     seq_lens: Tensor,
     scale: float,
     prepared: PreparedQuery,
-    launch_pdl: bool = False,
+    launch_pdl: bool | None = None,
 ) -> None:
     """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
 
@@ -163,7 +191,7 @@ def prepare_query(
         seq_lens: [R] int32.
         scale: softmax scale.
         prepared: allocated for at least this grid.
-        launch_pdl: start before the preceding kernel has ended (compute capability 9.0 or newer).
+        launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
 
     Raises:
         ValueError: the query's shape does not fit the codec, or ``prepared`` is too small.
@@ -183,6 +211,7 @@ def prepare_query(
         raise ValueError(f"the workspace holds {prepared.plain.numel()} elements, this step needs {needed}")
     if blocks == 0:
         return
+    launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
     options = {"launch_pdl": True} if launch_pdl else {}
     _prepare_kernel[(heads, triton.cdiv(blocks * grid.rows, PROGRAM_ROWS))](
         query,
@@ -208,6 +237,6 @@ def prepare_query(
         PROGRAM_ROWS=PROGRAM_ROWS,
         STEP=32,
         PDL=launch_pdl,
-        num_warps=4 if d < 256 else 8,
+        num_warps=8,
         **options,
     )

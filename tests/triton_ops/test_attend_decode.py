@@ -9,11 +9,11 @@ import torch
 from tests.triton_ops.step_cases import DEVICES, Step, make_step
 from tests.triton_ops.test_codec import random_basis, random_spectral
 from triton_ops import reference
-from triton_ops.attend_decode import AttendOptions, DecodeWorkspace, attend_decode, attend_options, merge_tile
+from triton_ops.attend_decode import AttendOptions, DecodeWorkspace, attend_decode, attend_options, merge_options
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, prepare_query
-from triton_ops.schedule import DecodeSchedule
+from triton_ops.schedule import DecodeSchedule, decode_grid
 
 # Beside rounding in float32, 14-bit probabilities times value scale: relative to the norm of a row's output.
 TOLERANCE = 3e-4
@@ -278,14 +278,21 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_merge_tile_fills_the_gpu(d):
-    for rows in (1, 4, 32, 128, 1024):
+def test_merge_is_one_wave_where_it_can(d):
+    for requests in (1, 2, 8, 33, 300):
         for heads in (1, 2, 8):
-            tile, slots, _ = merge_tile(rows=rows, num_kv_heads=heads, head_size=d, multiprocessors=132)
-            assert tile * slots * d <= 4096
-            programs = heads * math.ceil(rows / tile)
-            assert tile == 1 or programs >= 132
-            assert tile == 16 or heads * math.ceil(rows / (2 * tile)) < 132
+            grid = decode_grid(
+                num_requests=requests, max_query_len=1, num_query_heads=4 * heads, num_kv_heads=heads, head_size=d,
+                multiprocessors=132, capability=(9, 0),
+            )  # fmt: skip
+            options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=132)
+            assert d % options.columns == 0
+            assert options.columns * d <= 16384
+            assert options.rows * options.slots * d <= 32768
+            assert options.slots & (options.slots - 1) == 0
+            programs = heads * math.ceil(grid.rows * requests / options.rows) * (d // options.columns)
+            assert options.rows == 16 or programs <= 132
+            assert options.rows == 1 or 2 * programs > 132
 
 
 @pytest.mark.parametrize(("rows", "d"), [(4, 64), (8, 64), (16, 64), (4, 128), (8, 128), (16, 128), (4, 256), (8, 256)])
