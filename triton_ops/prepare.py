@@ -118,11 +118,8 @@ def _prepare_kernel(
     slot = tl.arange(0, HEAD_SIZE)
     k = tl.arange(0, STEP)
     matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
-    # Up to head size 128 the whole matrix is on its way before anything is waited for.
-    parts = ()
-    if HEAD_SIZE <= 128:
-        for part in tl.static_range(HEAD_SIZE // STEP):
-            parts = parts + (tl.load(matrix + part * STEP * HEAD_SIZE),)  # type: ignore[assignment]  # noqa: RUF005
+    if STEP == HEAD_SIZE:
+        e = tl.load(matrix)  # on its way before anything is waited for
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -130,16 +127,13 @@ def _prepare_kernel(
     source = query_ptr + (first + row // GROUP).to(tl.int64) * query_stride_token
     source += (head * GROUP + row % GROUP) * query_stride_head
     q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-    weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
-    if HEAD_SIZE <= 128:
-        for part in tl.static_range(HEAD_SIZE // STEP):
-            x = tl.load(source[:, None] + (part * STEP + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-            weights = tl.dot(x, parts[part], weights, input_precision="tf32x3")
+    if STEP == HEAD_SIZE:
+        weights = tl.dot(q, e, input_precision="tf32x3")
     else:
+        weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
         for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
             x = tl.load(source[:, None] + (at + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-            e = tl.load(matrix + at * HEAD_SIZE)
-            weights = tl.dot(x, e, weights, input_precision="tf32x3")
+            weights = tl.dot(x, tl.load(matrix + at * HEAD_SIZE), weights, input_precision="tf32x3")
 
     plane = slot // 32
     weight = tl.where(plane % 2 == 1, 4, 1)
@@ -235,7 +229,7 @@ def prepare_query(
         TOKEN_ZERO=codec.zero == "token",
         MAX_INTEGER=MAX_INTEGER,
         PROGRAM_ROWS=PROGRAM_ROWS,
-        STEP=32,
+        STEP=d if d <= 128 else 32,
         PDL=launch_pdl,
         num_warps=8,
         **options,
