@@ -3,26 +3,29 @@
 
 `run(device)` checks every launch variant against the reference, refuses to time a wrong one, then times by replaying
 CUDA graphs that walk through several caches, so that no run finds its data in the L2 cache. Traffic counts the bytes a
-step must read: pages and windows. ``python -m benchmarks.attend_decode`` prints the table, ``--csv FILE`` keeps it.
+step must read: pages and windows. ``python -m benchmarks.attend_decode`` prints the table and appends it to
+``benchmarks/results/attend_decode.csv``.
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from benchmarks import results
 from triton_ops import reference
 from triton_ops.attend_decode import (
-    AttendOptions,
     DecodeWorkspace,
+    MergeOptions,
     attend_decode,
-    attend_options,
     attend_partials,
+    merge_options,
     merge_partials,
 )
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
@@ -44,19 +47,15 @@ class Variant:
     """One way to launch the same computation."""
 
     name: str
-    options: AttendOptions | None = None
-    pdl: bool = False
+    pdl: bool | None = None
+    merge: Callable[[MergeOptions], MergeOptions] = lambda shipped: shipped
 
 
 def default_variants() -> list[Variant]:
-    base = attend_options(rows=4, head_size=HEAD_SIZE)
     return [
         Variant("shipped"),
-        Variant("pdl", pdl=True),
-        Variant("no register limit", replace(base, registers=None)),
-        Variant("2 stages", replace(base, stages=2)),
-        Variant("4 stages", replace(base, stages=4)),
-        Variant("half chunks", replace(base, key_chunk=64, value_chunk=64)),
+        Variant("no pdl", pdl=False),
+        Variant("wide merge", merge=lambda o: replace(o, columns=HEAD_SIZE, slots=2 * o.slots, registers=None)),
     ]
 
 
@@ -74,8 +73,8 @@ class Cache:
             drawn = torch.rand(numbers.shape, device=device, generator=generator)
             drawn[..., : 2 * PAGE_TOKENS] = drawn[..., : 2 * PAGE_TOKENS] * 0.6 + 0.3  # scales of keys and values
             numbers.copy_(drawn)
-        shape = (window_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
-        self.windows = torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
+        window_shape = (window_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
+        self.windows = torch.randn(window_shape, device=device, generator=generator, dtype=torch.bfloat16)
         self.codec = self._codec(device)
         self.device = device
 
@@ -124,7 +123,11 @@ class Batch:
         self.output = torch.full_like(self.query, torch.nan)
         self.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        sizes = {"num_query_heads": KV_HEADS * groups, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+        sizes: dict[str, Any] = {
+            "num_query_heads": KV_HEADS * groups,
+            "num_kv_heads": KV_HEADS,
+            "head_size": HEAD_SIZE,
+        }
         self.workspace = DecodeWorkspace.allocate(max_requests=requests, max_query_len=1, device=device, **sizes)
         self.schedule = DecodeSchedule.allocate(
             max_requests=requests, multiprocessors=self.workspace.multiprocessors, device=device
@@ -143,7 +146,7 @@ class Batch:
             recent=RECENT,
         )
 
-    def prepare(self, pdl: bool = False) -> None:
+    def prepare(self, pdl: bool | None = None) -> None:
         prepare_query(
             query=self.query,
             codec=self.cache.codec,
@@ -175,18 +178,27 @@ class Batch:
             schedule=self.schedule,
             workspace=self.workspace,
             launch_pdl=variant.pdl,
-            options=variant.options,
         )
 
-    def merge(self, pdl: bool = False) -> None:
-        merge_partials(
+    def merge_options(self, variant: Variant) -> MergeOptions:
+        shipped = merge_options(
+            grid=self.grid,
+            num_kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
+            multiprocessors=self.workspace.multiprocessors,
+        )
+        return variant.merge(shipped)
+
+    def merge(self, variant: Variant) -> Any:
+        return merge_partials(
             codec=self.cache.codec,
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             schedule=self.schedule,
             workspace=self.workspace,
             output=self.output,
-            launch_pdl=pdl,
+            launch_pdl=variant.pdl,
+            options=self.merge_options(variant),
         )
 
     def whole(self, index: int, variant: Variant) -> None:
@@ -200,7 +212,7 @@ class Batch:
             workspace=self.workspace,
             output=self.output,
             launch_pdl=variant.pdl,
-            options=variant.options,
+            merge=self.merge_options(variant),
         )
 
     def error(self, variant: Variant) -> float:
@@ -251,11 +263,34 @@ def warm_clocks(device: str) -> None:
     torch.cuda.synchronize()
 
 
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + at, tl.load(source_ptr + at))
+
+
 def copy_bandwidth(device: str) -> float:
-    """Bytes read and written per second by a device copy of 2 GiB."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    """Bytes read and written per second by a copy of 2 GiB, the best of ``copy_`` and a kernel of 16-byte accesses."""
+    source = torch.ones(1 << 29, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / (microseconds([lambda: target.copy_(source)]) * 1e-6)
+    copies: dict[str, Callable[[], Any]] = {
+        "copy_": lambda: target.copy_(source),
+        "kernel": lambda: _copy_kernel[(source.numel() // 4096,)](source, target, BLOCK=4096),
+    }
+    rates = {}
+    for name, copy in copies.items():
+        copy()
+        times = []
+        for _ in range(11):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            copy()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        rates[name] = 2 * source.numel() * source.element_size() / sorted(times)[len(times) // 2]
+    print(", ".join(f"{name} {rate / 1e12:.2f} TB/s" for name, rate in rates.items()), flush=True)
+    return max(rates.values())
 
 
 class FlashAttention:
@@ -276,12 +311,18 @@ class FlashAttention:
 
     def time(self, batch: Batch) -> float:
         requests, longest = len(batch.lengths), max(batch.lengths)
-        blocks = -(-longest // BLOCK)
-        copies = max(1, min(16, self.key.shape[0] // (requests * blocks)))
+        needed = [-(-length // BLOCK) for length in batch.lengths]
+        copies = max(1, min(16, self.key.shape[0] // sum(needed)))
         bytes_read = 2 * sum(batch.lengths) * KV_HEADS * HEAD_SIZE * self.key.element_size()
         copies = min(copies, max(1, -(-COLD_BYTES // bytes_read)))
         order = torch.randperm(self.key.shape[0], device=self.device).int()
-        tables = [order[i * requests * blocks :][: requests * blocks].view(requests, blocks) for i in range(copies)]
+        tables = []
+        for i in range(copies):
+            table, at = torch.zeros(requests, max(needed), dtype=torch.int32, device=self.device), i * sum(needed)
+            for r, blocks in enumerate(needed):
+                table[r, :blocks] = order[at : at + blocks]
+                at += blocks
+            tables.append(table)
         fp8 = self.key.dtype != torch.bfloat16
         query = batch.query.to(self.key.dtype)
         scales = torch.ones(requests, KV_HEADS, device=self.device) if fp8 else None
@@ -316,7 +357,7 @@ def time_batch(batch: Batch, variant: Variant) -> dict[str, float]:
     return {
         "prepare": microseconds([lambda: batch.prepare(variant.pdl)] * 16),
         "attend": microseconds([lambda i=i: batch.attend(i, replace(variant, pdl=False)) for i in indices]),
-        "merge": microseconds([lambda: batch.merge(variant.pdl)] * 16),
+        "merge": microseconds([lambda: batch.merge(variant)] * 16),
         "whole": microseconds([lambda i=i: batch.whole(i, variant) for i in indices]),
     }
 
@@ -342,11 +383,12 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
     checks = [(4, v) for v in variants] + [(8, Variant("shipped")), (16, Variant("shipped"))]
     for groups, variant in checks:
         error = probe[groups].error(variant)
-        kernel = probe[groups].attend(0, variant)
-        rows = probe[groups].grid.rows
+        kernel, merge = probe[groups].attend(0, variant), probe[groups].merge(variant)
+        limit = register_limit(probe[groups].grid.rows, HEAD_SIZE)
         print(
-            f"check {variant.name:20s} groups {groups:2d}: error {error:.1e}, {kernel.n_regs} registers "
-            f"(limit {register_limit(rows, HEAD_SIZE)}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared",
+            f"check {variant.name:12s} groups {groups:2d}: error {error:.1e}; attend {kernel.n_regs} registers "
+            f"(limit {limit}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
+            f"merge {merge.n_regs} registers, {merge.n_spills} spilled, {merge.metadata.shared} B shared",
             flush=True,
         )
         if not error < MAX_ERROR:
@@ -413,16 +455,9 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", help="write the rows to this file")
     parser.add_argument("--no-flash", action="store_true", help="skip FlashAttention-3")
     arguments = parser.parse_args()
-    rows = run(flash=not arguments.no_flash)
-    if arguments.csv:
-        fields = list(dict.fromkeys(key for row in rows for key in row))
-        with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fields)
-            writer.writeheader()
-            writer.writerows(rows)
+    results.append("attend_decode", run(flash=not arguments.no_flash))
     return 0
 
 
