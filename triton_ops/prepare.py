@@ -52,7 +52,14 @@ MAX_INTEGER = 32500.0
 """Largest |n|: 127 * 256 less what rounding may add."""
 PROGRAM_ROWS = 16
 """Rows one program prepares: the M of an MMA."""
+WARPS = 8
+"""Warps of a program."""
 LOG2_E = math.log2(math.e)
+
+
+def matrix_step(head_size: int) -> int:
+    """Rows of the matrix a program loads at a time: all of them, 64 KiB, up to head size 128."""
+    return head_size if head_size <= 128 else 32
 
 
 @functools.cache
@@ -229,8 +236,8 @@ def prepare_query(
         TOKEN_ZERO=codec.zero == "token",
         MAX_INTEGER=MAX_INTEGER,
         PROGRAM_ROWS=PROGRAM_ROWS,
-        STEP=d if d <= 128 else 32,
+        STEP=matrix_step(d),
         PDL=launch_pdl,
-        num_warps=8,
+        num_warps=WARPS,
         **options,
     )

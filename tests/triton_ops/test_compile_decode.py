@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attend kernel compiles for every architecture, within the registers and shared memory the schedule counts on.
+"""The decode kernels compile for every architecture, attend within the registers and memory the schedule counts on.
 
 No GPU is needed. Triton's interpreter, which the other tests switch on, replaces the kernels when they are imported, so
 this file runs itself in a process without it and reads what that prints.
@@ -20,17 +20,47 @@ SHIPPED = [(4, 64), (8, 64), (16, 64), (4, 128), (8, 128), (16, 128), (4, 256), 
 ARCHITECTURES = [80, 89, 100, 120]
 
 
-def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
-    """Registers, bytes of stack and of shared memory of one variant."""
+MAX_SHARED = 99 * 1024  # of a block on the architectures with least
+
+
+def compiled_usage(
+    kernel, pointers: dict[str, str], constants: dict, *, capability: int, warps: int, registers: int | None
+) -> dict[str, int]:
+    """Registers, bytes of stack and of shared memory of a kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = kernel.arg_names
+    signature = {}
+    for name in names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*" + pointers[name.removesuffix("_ptr")]
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+    aligned = [n for n in names if n.endswith("_ptr") or ("stride" in n and "table" not in n)]
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "maxnreg": registers}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": compiled.metadata.shared}
+
+
+def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
     from triton_ops import attend_decode
     from triton_ops.layout import PageLayout
     from triton_ops.schedule import ENTRY_FIELDS, WINDOW_TILE
 
-    kernel, layout = attend_decode._attend_kernel, PageLayout(head_size, zero)
+    layout = PageLayout(head_size, zero)
     options = attend_decode.attend_options(rows=rows, head_size=head_size)
     pointers = {"query": "bf16", "fragments": "i8", "plain": "fp16", "factors": "fp32", "sums": "i32", "codes": "i8"}
     pointers |= {"metadata": "fp16", "windows": "bf16", "page_table": "i32", "window_table": "i32", "entries": "i32"}
@@ -58,36 +88,76 @@ def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dic
         "COMPILED": True,
         "PDL": capability >= 90,
     }
-    names = kernel.arg_names
-    signature = {}
-    for name in names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = "*" + pointers[name.removesuffix("_ptr")]
-        else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
-    divisible = [n for n in names if n.endswith("_ptr") or ("stride" in n and "table" not in n)]
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 1, "maxnreg": options.registers},
+    return compiled_usage(
+        attend_decode._attend_kernel,
+        pointers,
+        constants,
+        capability=capability,
+        warps=1,
+        registers=options.registers,
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr))
-    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": compiled.metadata.shared}
 
 
-def in_a_process(variants: list[tuple[int, int, str, int]]) -> list[dict[str, int]]:
+def compile_prepare(requests: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
+    from triton_ops import prepare
+
+    constants = {
+        "GROUP": 4,
+        "HEADS": 8,
+        "HEAD_SIZE": head_size,
+        "ROWS": 4,
+        "ROW_BLOCKS": 1,
+        "TOKEN_ZERO": zero == "token",
+        "MAX_INTEGER": prepare.MAX_INTEGER,
+        "PROGRAM_ROWS": prepare.PROGRAM_ROWS,
+        "STEP": prepare.matrix_step(head_size),
+        "PDL": capability >= 90,
+    }
+    pointers = {"query": "bf16", "key_query": "fp32", "key_mean": "fp32", "query_start": "i32", "seq_lens": "i32"}
+    pointers |= {"fragments": "i8", "plain": "fp16", "sums": "i32", "factors": "fp32"}
+    return compiled_usage(
+        prepare._prepare_kernel, pointers, constants, capability=capability, warps=prepare.WARPS, registers=None
+    )
+
+
+def compile_merge(requests: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
+    from triton_ops import attend_decode
+    from triton_ops.schedule import REQUEST_FIELDS, decode_grid
+
+    grid = decode_grid(
+        num_requests=requests, max_query_len=1, num_query_heads=32, num_kv_heads=8, head_size=head_size,
+        multiprocessors=132, capability=(capability // 10, capability % 10),
+    )  # fmt: skip
+    options = attend_decode.merge_options(grid=grid, num_kv_heads=8, head_size=head_size, multiprocessors=132)
+    constants = {
+        "HEADS": 8,
+        "GROUP": 4,
+        "HEAD_SIZE": head_size,
+        "ROWS": grid.rows,
+        "ROW_BLOCKS": grid.row_blocks,
+        "REQUEST_FIELDS": REQUEST_FIELDS,
+        "M": options.rows,
+        "SLOTS": options.slots,
+        "COLUMNS": options.columns,
+        "HAS_LSE": True,
+        "PDL": capability >= 90,
+    }
+    pointers = {"partial": "fp32", "stats": "fp32", "requests": "i32", "query_start": "i32", "seq_lens": "i32"}
+    pointers |= {"rotation": "fp32", "mean": "fp32", "output": "bf16", "lse": "fp32"}
+    return compiled_usage(
+        attend_decode._merge_kernel,
+        pointers,
+        constants,
+        capability=capability,
+        warps=options.warps,
+        registers=options.registers,
+    )
+
+
+def in_a_process(kernel: str, variants: list[tuple[int, int, str, int]]) -> list[dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, __file__, json.dumps(variants)],
+        [sys.executable, __file__, kernel, json.dumps(variants)],
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -101,7 +171,7 @@ def test_resources_on_sm90():
     from triton_ops.schedule import register_limit, shared_bytes
 
     variants = [(rows, d, zero, 90) for rows, d in SHIPPED for zero in ("page", "token")]
-    for (rows, d, zero, _), used in zip(variants, in_a_process(variants), strict=True):
+    for (rows, d, zero, _), used in zip(variants, in_a_process("attend", variants), strict=True):
         name = f"{rows} rows, head size {d}, zero={zero}: {used}"
         assert used["registers"] <= register_limit(rows, d), name
         assert used["shared"] + 1024 <= shared_bytes(rows=rows, head_size=d), name
@@ -109,10 +179,22 @@ def test_resources_on_sm90():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["prepare", "merge"])
+def test_little_is_spilled_on_sm90(kernel):
+    variants = [(requests, d, "page", 90) for requests in (1, 8, 32) for d in (64, 128)]
+    for variant, used in zip(variants, in_a_process(kernel, variants), strict=True):
+        assert used["stack"] <= 64, (variant, used)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_other_architectures_compile(capability):
-    assert len(in_a_process([(4, 128, "page", capability), (8, 64, "token", capability)])) == 2
+    assert len(in_a_process("attend", [(4, 128, "page", capability), (8, 64, "token", capability)])) == 2
+    for kernel in ("prepare", "merge"):
+        for used in in_a_process(kernel, [(1, 128, "page", capability), (8, 256, "token", capability)]):
+            assert used["shared"] <= MAX_SHARED, (kernel, used)
 
 
 if __name__ == "__main__":
-    print(json.dumps([compile_attend(*variant) for variant in json.loads(sys.argv[1])]))
+    compile_kernel = {"attend": compile_attend, "prepare": compile_prepare, "merge": compile_merge}[sys.argv[1]]
+    print(json.dumps([compile_kernel(*variant) for variant in json.loads(sys.argv[2])]))
