@@ -31,7 +31,7 @@ from triton_ops.attend_decode import (
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import prepare_query
-from triton_ops.schedule import DecodeSchedule, register_limit
+from triton_ops.schedule import DecodeGrid, DecodeSchedule, register_limit, resident_programs
 
 HEAD_SIZE, KV_HEADS, SINK, RECENT, BLOCK = 128, 8, 64, 256, 16
 SHAPES = [(b, n) for b in (1, 8, 32) for n in (4096, 32768, 100352)]
@@ -91,9 +91,15 @@ class Cache:
 
 
 class Batch:
-    """One decode step of some requests over several disjoint choices of pages."""
+    """One decode step of some requests over several disjoint choices of pages.
 
-    def __init__(self, cache: Cache, lengths: list[int], groups: int, copies: int | None = None) -> None:
+    With ``row_blocks`` the query heads of a KV head are shared out to that many programs, each of which reads the pages
+    (the L2 cache serves all but the first), instead of the shipped number.
+    """
+
+    def __init__(
+        self, cache: Cache, lengths: list[int], groups: int, copies: int | None = None, row_blocks: int = 1
+    ) -> None:
         device, self.cache = cache.device, cache
         requests, longest = len(lengths), max(lengths)
         needed = [n // PAGE_TOKENS for n in lengths]
@@ -133,6 +139,11 @@ class Batch:
             max_requests=requests, multiprocessors=self.workspace.multiprocessors, device=device
         )
         self.grid = self.workspace.grid(num_requests=requests, max_query_len=1, **sizes)
+        if row_blocks > 1:
+            rows, capability = self.grid.rows // row_blocks, self.workspace.capability
+            resident = resident_programs(rows=rows, head_size=HEAD_SIZE, capability=capability)
+            entries = self.workspace.multiprocessors * resident // (KV_HEADS * row_blocks)
+            self.grid = DecodeGrid(requests, rows, row_blocks, max(entries, requests))
         self.update()
 
     def update(self, index: int = 0) -> None:
@@ -379,14 +390,17 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
     cache = Cache(largest // PAGE_TOKENS + 1024, 6144, device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
 
-    probe = {groups: Batch(cache, [1000, 1, 320, 5000, 129, 40000], groups, copies=1) for groups in (4, 8, 16)}
-    checks = [(4, v) for v in variants] + [(8, Variant("shipped")), (16, Variant("shipped"))]
-    for groups, variant in checks:
-        error = probe[groups].error(variant)
-        kernel, merge = probe[groups].attend(0, variant), probe[groups].merge(variant)
-        limit = register_limit(probe[groups].grid.rows, HEAD_SIZE)
+    lengths = [1000, 1, 320, 5000, 129, 40000]
+    shipped, halves = Variant("shipped"), Variant("half the rows")
+    checks = [(4, variant, 1) for variant in variants]
+    checks += [(groups, *choice) for groups in (8, 16) for choice in ((shipped, 1), (halves, 2))]
+    for groups, variant, row_blocks in checks:
+        probe = Batch(cache, lengths, groups, copies=1, row_blocks=row_blocks)
+        error = probe.error(variant)
+        kernel, merge = probe.attend(0, variant), probe.merge(variant)
+        limit = register_limit(probe.grid.rows, HEAD_SIZE)
         print(
-            f"check {variant.name:12s} groups {groups:2d}: error {error:.1e}; attend {kernel.n_regs} registers "
+            f"check {variant.name:13s} groups {groups:2d}: error {error:.1e}; attend {kernel.n_regs} registers "
             f"(limit {limit}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
             f"merge {merge.n_regs} registers, {merge.n_spills} spilled, {merge.metadata.shared} B shared",
             flush=True,
@@ -425,7 +439,8 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
         for variant in variants[1:]:
             record(name, variant, batches[name], 4)
     for groups in (8, 16):
-        record("32 x 32k", Variant("shipped"), Batch(cache, [32768] * 32, groups), groups)
+        record("32 x 32k", shipped, Batch(cache, [32768] * 32, groups), groups)
+        record("32 x 32k", halves, Batch(cache, [32768] * 32, groups, row_blocks=2), groups)
     skewed = Batch(cache, [131072] + [4096] * 31, 4)
     balanced = Batch(cache, [(131072 + 31 * 4096) // 32] * 32, 4)
     record("1x128k+31x4k", variants[0], skewed, 4)
