@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_ops.codec import LayerCodec
 from triton_ops.layout import PageLayout
-from triton_ops.prepare import LOG2_E, PreparedQuery, supports_pdl
+from triton_ops.prepare import LOG2_E, PreparedQuery, prefetch, supports_pdl
 from triton_ops.schedule import (
     ENTRY_FIELDS,
     REQUEST_FIELDS,
@@ -83,14 +83,6 @@ def _unpack(codes, COMPILED: tl.constexpr):
         upper = codes >> 4
         p0, p1, p2, p3 = codes & 3, codes & 12, upper & 3, upper & 12
     return p0, p1, p2, p3
-
-
-@triton.jit
-def _prefetch(address):
-    """Bring the lines at ``address`` (int64) to the L2 cache; returns nothing of use."""
-    return tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -299,7 +291,7 @@ def _attend_kernel(
             # While the query is prepared, the first page comes as far as the L2 cache.
             page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
             last: tl.constexpr = KEY_ZERO + (256 if TOKEN_ZERO else 2 * HEAD_SIZE) - 1
-            _prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
+            prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
         gdc_wait()
     if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head

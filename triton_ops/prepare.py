@@ -87,6 +87,14 @@ class PreparedQuery:
 
 
 @triton.jit
+def prefetch(address):
+    """Bring the lines at ``address`` (int64) to the L2 cache; returns nothing of use."""
+    return tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _prepare_kernel(
     query_ptr,
     key_query_ptr,
@@ -125,9 +133,10 @@ def _prepare_kernel(
     slot = tl.arange(0, HEAD_SIZE)
     k = tl.arange(0, STEP)
     matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
-    if STEP == HEAD_SIZE:
-        e = tl.load(matrix)  # on its way before anything is waited for
     if PDL:
+        # The matrix comes as far as the L2 cache meanwhile.
+        line = tl.arange(0, HEAD_SIZE * HEAD_SIZE // 32) * 32
+        prefetch((key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + line).to(tl.int64))
         gdc_wait()
         gdc_launch_dependents()
     valid = row < queries * GROUP
@@ -135,7 +144,7 @@ def _prepare_kernel(
     source += (head * GROUP + row % GROUP) * query_stride_head
     q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if STEP == HEAD_SIZE:
-        weights = tl.dot(q, e, input_precision="tf32x3")
+        weights = tl.dot(q, tl.load(matrix), input_precision="tf32x3")
     else:
         weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
         for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
