@@ -15,21 +15,26 @@ VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of a random decoder. ``family`` decides what surrounds attention: ``qwen3`` normalizes queries and
-    keys per head, ``qwen2`` has biases on Q, K and V (the keys' as large as real Qwen2.5 models have them),
-    ``llama`` has neither."""
+    """Shape of a random decoder.
+
+    ``family`` decides what surrounds attention: ``qwen3`` normalizes queries and keys per head, ``qwen2`` has biases on
+    Q, K and V (the keys' as large as real Qwen2.5 models have them), ``llama`` has neither. ``sharpness`` is the standard
+    deviation of the attention logits.
+    """
 
     family: str
     head_size: int
     kv_heads: int
     query_heads_per_kv_head: int
     layers: int = 3
+    sharpness: float = 3.0
     seed: int = 1
     dtype: str = "float32"
 
     @property
     def name(self) -> str:
-        return f"{self.family}-d{self.head_size}-h{self.kv_heads}-g{self.query_heads_per_kv_head}"
+        shape = f"{self.family}-d{self.head_size}-h{self.kv_heads}-g{self.query_heads_per_kv_head}"
+        return shape if self.sharpness == 3.0 else f"{shape}-s{self.sharpness}"
 
     @property
     def heads(self) -> int:
@@ -69,8 +74,8 @@ def config(geometry: Geometry) -> dict:
 def write_model(geometry: Geometry, directory: Path) -> Path:
     """Write config and weights under ``directory / geometry.name`` unless they are there; return that path.
 
-    Attention logits have a standard deviation of about 3, so that single tokens matter even in long contexts, and
-    the vocabulary's logits of about 4, so that the greedy token does not hang on the last bits of a float32 sum.
+    With a sharpness of 3 single tokens matter even in long contexts. The vocabulary's logits have a standard
+    deviation of about 4, so that the greedy token does not hang on the last bits of a float32 sum.
     """
     path = directory / geometry.name
     if (path / "geometry.json").exists():
@@ -95,7 +100,7 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
         prefix = f"model.layers.{layer}."
         attention = prefix + "self_attn."
         tensors |= {
-            attention + "q_proj.weight": linear(query_width, hidden, 3.0),
+            attention + "q_proj.weight": linear(query_width, hidden, geometry.sharpness),
             attention + "k_proj.weight": linear(kv_width, hidden),
             attention + "v_proj.weight": linear(kv_width, hidden),
             attention + "o_proj.weight": linear(hidden, query_width, 2.0),
@@ -107,7 +112,7 @@ def write_model(geometry: Geometry, directory: Path) -> Path:
         }
         if geometry.family == "qwen3":
             tensors |= {
-                attention + "q_norm.weight": torch.full((head,), 3.0),
+                attention + "q_norm.weight": torch.full((head,), geometry.sharpness),
                 attention + "k_norm.weight": torch.ones(head),
             }
         if geometry.family == "qwen2":

@@ -18,18 +18,27 @@ from typing import Any
 def sampling(**options: Any) -> Any:
     from vllm import SamplingParams
 
-    defaults = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    defaults = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
     return SamplingParams(**{**defaults, **options})
 
 
 def describe(output: Any) -> dict:
-    """Token ids and the chosen tokens' logprobs of every completion, and the length of the prefix hit."""
+    """Token ids of every completion with their logprobs and margins, and the length of the prefix hit.
+
+    A margin is how far a greedy token's logprob lies above the runner-up's.
+    """
+
+    def margin(entry: dict) -> float:
+        best, second = sorted((candidate.logprob for candidate in entry.values()), reverse=True)[:2]
+        return best - second
+
     return {
         "token_ids": [list(completion.token_ids) for completion in output.outputs],
         "logprobs": [
             [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
             for completion in output.outputs
         ],
+        "margins": [[margin(entry) for entry in completion.logprobs] for completion in output.outputs],
         "cached": output.num_cached_tokens,
         "prompt_logprobs": output.prompt_logprobs
         and [
