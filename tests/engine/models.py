@@ -18,8 +18,8 @@ class Geometry:
     """Shape of a random decoder.
 
     ``family`` decides what surrounds attention: ``qwen3`` normalizes queries and keys per head, ``qwen2`` has biases on
-    Q, K and V (the keys' as large as real Qwen2.5 models have them), ``llama`` has neither. ``sharpness`` is the standard
-    deviation of the attention logits.
+    Q, K and V (the keys' as large as real Qwen2.5 models have them), ``llama`` has neither. ``sharpness`` is the
+    standard deviation of the attention logits.
     """
 
     family: str

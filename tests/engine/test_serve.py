@@ -48,12 +48,12 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """URL and log file of a server."""
     log_path = tmp_path_factory.mktemp("serve") / "log.txt"
     port = free_port()
-    # "invariant" makes an answer independent of prefix hits, so that it can be compared.
+    # "invariant" and float32 make an answer independent of prefix hits, so that it can be compared.
     oscar = {"rotation": "hadamard", "prefill": "invariant"}
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(smollm2), "--served-model-name", "smollm2",
         "--kv-cache-dtype", "oscar_int2", "--additional-config", json.dumps({"oscar": oscar}),
-        "--max-model-len", "4096", "--enforce-eager", "--enable-prompt-tokens-details",
+        "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--enable-prompt-tokens-details",
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     with open(log_path, "w") as log:
