@@ -78,6 +78,7 @@ class Engine:
         self.windows = self.manager.coordinator.single_type_managers[WINDOWS]
         self.running: dict[str, Running] = {}
         self.contents: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
+        self.scheduled: deque[tuple[str, Step]] = deque()  # in the order in which the worker runs them
         self.count = 0
         self._predicted: tuple[int, int] | None = None
         predict = self.manager.coordinator.get_num_blocks_to_allocate
@@ -147,13 +148,21 @@ class Engine:
 
     def _launch(self, running: Running, tokens: int, drafts: int) -> None:
         request = running.request
-        running.in_flight.append(Step(tokens, drafts, list(running.table)))
+        step = Step(tokens, drafts, list(running.table))
+        running.in_flight.append(step)
+        self.scheduled.append((request.request_id, step))
         request.num_computed_tokens += tokens
         request.num_in_flight_tokens += tokens
 
     def process(self, request_id: str, rejected: int = 0, sampled: int = 7) -> None:
-        """The worker runs the oldest step in flight and the scheduler takes its output."""
+        """The worker runs the request's oldest step after all scheduled before it; the scheduler takes its output.
+
+        A request may have hit blocks that an earlier step fills, so the order matters.
+        """
         running = self.running[request_id]
+        while self.scheduled[0][1] is not running.in_flight[0]:
+            self.process(self.scheduled[0][0])
+        self.scheduled.popleft()
         request, step = running.request, running.in_flight.popleft()
         rejected = min(rejected, step.drafts)
         start, end = running.processed, running.processed + step.tokens
@@ -202,10 +211,16 @@ class Engine:
         return self.running[request.request_id].hit
 
     def finish(self, request_id: str) -> None:
+        self._forget(request_id)
         self.manager.free(self.running.pop(request_id).request)
+
+    def _forget(self, request_id: str) -> None:
+        """Steps of a request that is gone do not run."""
+        self.scheduled = deque(entry for entry in self.scheduled if entry[0] != request_id)
 
     def preempt(self, request_id: str) -> None:
         """Free everything; the tokens in flight are dropped, the request may be started again."""
+        self._forget(request_id)
         request = self.running.pop(request_id).request
         self.manager.free(request)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
