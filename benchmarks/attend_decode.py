@@ -55,7 +55,7 @@ def default_variants() -> list[Variant]:
     return [
         Variant("shipped"),
         Variant("no pdl", pdl=False),
-        Variant("wide merge", merge=lambda o: replace(o, columns=HEAD_SIZE, slots=2 * o.slots, registers=None)),
+        Variant("merge in halves", merge=lambda o: replace(o, columns=HEAD_SIZE // 2)),
     ]
 
 

@@ -288,7 +288,7 @@ def test_merge_is_one_wave_where_it_can(d):
             options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=132)
             assert d % options.columns == 0
             assert options.columns * d <= 16384
-            assert options.rows * options.slots * d <= (32768 if options.registers is None and d < 256 else 16384)
+            assert options.rows * options.slots * d <= (32768 if d < 256 else 16384)
             assert options.slots & (options.slots - 1) == 0
             programs = heads * math.ceil(grid.rows * requests / options.rows) * (d // options.columns)
             assert options.rows == 16 or programs <= 132

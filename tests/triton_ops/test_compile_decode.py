@@ -150,7 +150,7 @@ def compile_merge(requests: int, head_size: int, zero: str, capability: int) -> 
         constants,
         capability=capability,
         warps=options.warps,
-        registers=options.registers,
+        registers=None,
     )
 
 
