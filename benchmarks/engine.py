@@ -7,11 +7,11 @@ each request's prompt is cached, and the time per step is the difference between
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             {"prompt_token_ids": [(i * 7919 + j * (2 * i + 1)) % (vocabulary - 10) + 5 for j in range(context)]}
             for i in range(max(arguments.batch))
         ]
-        prefill = [generate([prompt], 1)[0] for prompt in prompts]
+        prefill = []
+        for prompt in prompts:
+            prefill.append(generate([prompt], 1)[0])
+            print(f"prefill of {context} tokens: {prefill[-1]:.2f} s", flush=True)
         for batch in arguments.batch:
             chosen = prompts[:batch]
             generate(chosen, 4)
@@ -108,28 +111,30 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(dtypes: list[str], extra: list[str], timeout_s: float = 400) -> list[dict[str, Any]]:
-    """Measure each dtype in its own process; a dtype that fails is reported and left out."""
+    """Measure each dtype in its own process; what it finds is printed at once, a dtype that fails is left out."""
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
         command = [sys.executable, "-m", "benchmarks.engine", "--kv-cache-dtype", dtype, *extra]
         begin = time.perf_counter()
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=os.environ)
-            output = done.stdout + done.stderr
-        except subprocess.TimeoutExpired as expired:
-            output = "".join(_text(part) for part in (expired.stdout, expired.stderr)) + f"\nno end in {timeout_s} s"
-        size = re.search(r"KV cache size: ([\d,]+) tokens", output)
-        found = [json.loads(line) for line in output.splitlines() if line.startswith('{"kv_cache_dtype"')]
-        for row in found:
-            rows.append({**row, "kv_tokens": int(size.group(1).replace(",", "")) if size else ""})
-        print(f"{dtype}: {len(found)} rows in {time.perf_counter() - begin:.0f} s", flush=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        guard = threading.Timer(timeout_s, process.kill)
+        guard.start()
+        output, found, kv_tokens = [], 0, None
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if size := re.search(r"KV cache size: ([\d,]+) tokens", line):
+                kv_tokens = int(size.group(1).replace(",", ""))
+            if line.startswith('{"kv_cache_dtype"'):
+                rows.append({**json.loads(line), "kv_tokens": kv_tokens})
+                found += 1
+            if size or line.startswith('{"kv_cache_dtype"') or line.startswith("prefill of"):
+                print(f"{time.perf_counter() - begin:5.0f} s  {line.strip()}", flush=True)
+        guard.cancel()
+        print(f"{dtype}: {found} rows in {time.perf_counter() - begin:.0f} s, exit {process.wait()}", flush=True)
         if not found:
-            print(output[-3000:], flush=True)
+            print("".join(output)[-3000:], flush=True)
     return rows
-
-
-def _text(part: str | bytes | None) -> str:
-    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
 
 
 def parser() -> argparse.ArgumentParser:
