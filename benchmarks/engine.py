@@ -128,7 +128,7 @@ def run(dtypes: list[str], extra: list[str], timeout_s: float = 400) -> list[dic
             if line.startswith('{"kv_cache_dtype"'):
                 rows.append({**json.loads(line), "kv_tokens": kv_tokens})
                 found += 1
-            if size or line.startswith('{"kv_cache_dtype"') or line.startswith("prefill of"):
+            if size or line.startswith(('{"kv_cache_dtype"', "prefill of")):
                 print(f"{time.perf_counter() - begin:5.0f} s  {line.strip()}", flush=True)
         guard.cancel()
         print(f"{dtype}: {found} rows in {time.perf_counter() - begin:.0f} s, exit {process.wait()}", flush=True)
