@@ -141,15 +141,16 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         yield f"runs on NVIDIA GPUs and on CPUs, not on {current_platform.device_name}; {_USE_AUTO}"
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        yield (
-            "needs the hybrid KV cache manager, which holds pages and windows in one pool; "
-            f"drop --disable-hybrid-kv-cache-manager (or what turned it off), or {_USE_AUTO}"
-        )
+    # Before the hybrid manager, which vLLM turns off for some connectors.
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size:
         yield (
             "cannot be transferred or offloaded: a KV connector would move pages without their windows; "
             f"drop --kv-transfer-config and --kv-offloading-size, or {_USE_AUTO}"
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "needs the hybrid KV cache manager, which holds pages and windows in one pool; "
+            f"drop --disable-hybrid-kv-cache-manager (or what turned it off), or {_USE_AUTO}"
         )
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, option)
