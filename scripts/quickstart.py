@@ -49,7 +49,11 @@ def capture_prompt_logits(model, sink: list) -> None:
 
 
 def run_engine(job: dict, result_path: Path) -> None:
-    """Generate and score as ``job`` says; write token ids as JSON, log-probabilities as ``.npy`` beside it."""
+    """Generate and score as ``job`` says; write token ids as JSON, log-probabilities as ``.npy`` beside it.
+
+    ``generate_from`` is a prompt to continue or None; ``score`` are token ids whose next-token distributions are
+    wanted, ``"continued"`` for the prompt with its continuation, or None.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(job["model"], **job["engine"])
@@ -60,22 +64,23 @@ def run_engine(job: dict, result_path: Path) -> None:
         output = llm.generate([{"prompt_token_ids": job["generate_from"]}], params, use_tqdm=False)[0].outputs[0]
         result["seconds"] = time.perf_counter() - started
         result["token_ids"], result["text"] = list(output.token_ids), output.text
-    text = job["score"] or job["generate_from"] + result["token_ids"]
-    batches: list = []
-    llm.apply_model(lambda model: capture_prompt_logits(model, batches))
-    # The prompt's own logits are computed only when prompt logprobs are asked for, all in one batch.
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
-    (logits,) = [batch for batch in batches if batch.shape[0] == len(text) - 1]
-    np.save(result_path.with_suffix(".npy"), logits.float().log_softmax(-1).cpu().numpy())
+    if job["score"]:
+        text = job["generate_from"] + result["token_ids"] if job["score"] == "continued" else job["score"]
+        batches: list = []
+        llm.apply_model(lambda model: capture_prompt_logits(model, batches))
+        # The prompt's own logits are computed only when prompt logprobs are asked for, all in one batch.
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
+        (logits,) = [batch for batch in batches if batch.shape[0] == len(text) - 1]
+        np.save(result_path.with_suffix(".npy"), logits.float().log_softmax(-1).cpu().numpy())
     result_path.write_text(json.dumps(result))
 
 
 # ---------------------------------------------------------------------------------------------- the parent
 
 
-def start_engine(job: dict, log_path: Path) -> tuple[dict, np.ndarray, list[str]]:
-    """Run ``job`` in a process of its own. Returns its result, log-probabilities and the log lines to show."""
+def start_engine(job: dict, log_path: Path) -> tuple[dict, np.ndarray | None, list[str]]:
+    """Run ``job`` in a process of its own. Returns its result, log-probabilities if scored, and log lines to show."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model lives in the child, so that its logits can be kept
         "VLLM_NO_USAGE_STATS": "1",
@@ -99,7 +104,8 @@ def start_engine(job: dict, log_path: Path) -> tuple[dict, np.ndarray, list[str]
         if status != 0:
             raise SystemExit(f"{log_text[-4000:]}\nthe engine failed with status {status}; its log: {log_path}")
         lines = list(dict.fromkeys(SHOWN_LOG_LINES.findall(log_text)))
-        return json.loads(result_path.read_text()), np.load(result_path.with_suffix(".npy")), lines
+        scores = result_path.with_suffix(".npy")
+        return json.loads(result_path.read_text()), np.load(scores) if scores.exists() else None, lines
 
 
 def calibrate(model: Path, artifact: Path, arguments: list[str]) -> None:
@@ -172,9 +178,10 @@ def main() -> None:
         "enforce_eager": not on_gpu(),  # compiling the model on a CPU takes longer than this whole run
     }
     job = {"model": str(model), "new_tokens": options.new_tokens, "generate_from": prompt, "score": None}
+    scored = {"engine": engine, "score": "continued"}
 
     print(f"\nprompt: {len(prompt)} tokens of Python's manual. Engine logs: {logs}", flush=True)
-    bf16, bf16_logprobs, bf16_lines = start_engine(job | {"engine": engine}, logs / "bf16.log")
+    bf16, bf16_logprobs, bf16_lines = start_engine(job | scored, logs / "bf16.log")
     oscar_engine = engine | {"kv_cache_dtype": "oscar_int2"}
     oscar, _, oscar_lines = start_engine(job | {"engine": oscar_engine}, logs / "oscar_int2.log")
     scoring = {
@@ -187,6 +194,8 @@ def main() -> None:
     for name, result in (("BF16", bf16), ("oscar_int2", oscar)):
         print(f"\n--- {name} ({options.new_tokens} tokens in {result['seconds']:.1f} s, prefill included)")
         print(result["text"])
+    assert bf16_logprobs is not None  # both jobs asked for scores
+    assert oscar_logprobs is not None
     same = [a == b for a, b in zip(bf16["token_ids"], oscar["token_ids"], strict=True)]
     first_difference = same.index(False) if False in same else len(same)
     kl = divergence(bf16_logprobs, oscar_logprobs)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running engines, each in a process of its own, so that none can leak into another."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -68,6 +69,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.finished: dict[str, Run] = {}
+        self.numbers = itertools.count()
 
     def model(self, geometry: Geometry) -> Path:
         return write_model(geometry, self.directory / "models")
@@ -93,7 +95,7 @@ class Engines:
         return self._run({"refusals": cases}, {}, timeout).results
 
     def _run(self, job: dict, env: dict[str, str], timeout: float) -> Run:
-        directory = self.directory / f"job-{len(self.finished)}"
+        directory = self.directory / f"job-{next(self.numbers)}"
         directory.mkdir()
         job_path, result_path, log_path = (directory / n for n in ("job.json", "result.json", "log.txt"))
         job_path.write_text(json.dumps(job))
