@@ -160,7 +160,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             start_loc = metadata.query_start_loc[num_decodes:]
             metadata.prefill_query_start_loc = start_loc - num_decode_tokens if num_decodes else start_loc
             metadata.prefill_reads_cache = self._prefill_reads_cache(common, num_decodes)
-            if metadata.prefill_reads_cache and self.impl.uses_kernels:
+            if metadata.prefill_reads_cache and self.impl.uses_kernels and self.schedule is None:  # history group
                 metadata.far = self._far_pages(common, metadata)
         if self.schedule is not None:
             impl = self.impl
