@@ -36,9 +36,7 @@ def describe(artifact: Artifact) -> str:
         counts = [codec.num_kv_heads * codec.head_size - sum(counts), *counts]
         bits = " / ".join(f"{count / codec.num_kv_heads:.0f}" for count in counts)
         key, value = codec.key_quantizer, codec.value_quantizer
-        lines.append(
-            f"{index:5d}  {key.kind:6s} {key.constant:<7g}  {value.kind:6s} {value.constant:<8g}  {bits}"
-        )
+        lines.append(f"{index:5d}  {key.kind:6s} {key.constant:<7g}  {value.kind:6s} {value.constant:<8g}  {bits}")
     return "\n".join(lines)
 
 

@@ -391,9 +391,7 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
 # ---------------------------------------------------------------------------------------------- other sources
 
 
-def hadamard_codecs(
-    num_layers: int, num_kv_heads: int, head_size: int, zero: Zero = "page"
-) -> dict[int, LayerCodec]:
+def hadamard_codecs(num_layers: int, num_kv_heads: int, head_size: int, zero: Zero = "page") -> dict[int, LayerCodec]:
     """Codecs that need no data: Hadamard rotations, `gauss` with kappa 1.1 (1.2 for keys about their page's mean).
 
     Raises:

@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from oscar_vllm.cache_spec import DTYPE, WINDOW_SUFFIX, SinkWindowSpec, history_layout
-from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from oscar_vllm.errors import OscarUnsupportedError
 from oscar_vllm.rotation import EngineSettings, engine_settings
 from triton_ops import reference
 from triton_ops.append import append
@@ -51,7 +51,7 @@ from triton_ops.demote import demote
 from triton_ops.dequantize import dequantize
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import prepare_query
-from triton_ops.schedule import MAX_QUERY_LEN, DecodeSchedule
+from triton_ops.schedule import DecodeSchedule
 
 
 @dataclass
@@ -305,29 +305,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             and isinstance(self.layout, PageLayout)
             and self.settings.options.ops != "reference"
         )
-        self._check_device(vllm_config)
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.max_query_len = 1 + vllm_config.num_speculative_tokens
         self.codec: LayerCodec
         self.window_name: str
         self.workspace: DecodeWorkspace
-
-    def _check_device(self, vllm_config: Any) -> None:
-        if not current_platform.is_cuda():
-            return
-        if not self.uses_kernels and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            raise OscarConfigError(
-                'oscar options payload="float" and ops="reference" run without CUDA graphs: add --enforce-eager'
-            )
-        if self.uses_kernels and vllm_config.model_config.dtype == torch.float32:
-            raise OscarUnsupportedError(
-                f"--kv-cache-dtype {DTYPE} on a GPU needs --dtype bfloat16 or float16, not float32"
-            )
-        if vllm_config.num_speculative_tokens >= MAX_QUERY_LEN:
-            raise OscarUnsupportedError(
-                f"--kv-cache-dtype {DTYPE} verifies at most {MAX_QUERY_LEN - 1} draft tokens a step, "
-                f"num_speculative_tokens is {vllm_config.num_speculative_tokens}"
-            )
 
     def attach(self, layer_name: str) -> None:
         """Take the layer's codec; called once the layer knows its name. A layer sharing another's cache uses its codec.

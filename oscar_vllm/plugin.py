@@ -12,8 +12,10 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from oscar_vllm import compat
-from oscar_vllm.config import ALIAS, DTYPE
+from oscar_vllm.config import ALIAS, DTYPE, OscarConfig
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES
 
@@ -123,9 +125,36 @@ def validate_vllm_config(vllm_config: "VllmConfig") -> str:
                 f"--kv-cache-dtype {DTYPE} has no page layout for head size {head_size} (it has {sizes}); "
                 "use --kv-cache-dtype auto"
             )
+    _check_gpu(vllm_config, settings.options)
     if settings.artifact is not None:
         settings.artifact.check_model(vllm_config.model_config.hf_config)
     return summary(vllm_config, settings)
+
+
+def _check_gpu(vllm_config: "VllmConfig", options: OscarConfig) -> None:
+    """What the Triton kernels and CUDA graphs need on a GPU."""
+    from vllm.platforms import current_platform
+
+    from triton_ops.schedule import MAX_QUERY_LEN
+
+    if not current_platform.is_cuda():
+        return
+    if options.payload == "float" or options.ops == "reference":
+        if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            raise OscarConfigError(
+                f"oscar options payload={options.payload!r}, ops={options.ops!r} run the PyTorch reference, "
+                "which no CUDA graph can hold; add --enforce-eager"
+            )
+        return
+    if vllm_config.model_config.dtype not in (torch.bfloat16, torch.float16):
+        raise OscarUnsupportedError(
+            f"--kv-cache-dtype {DTYPE} on a GPU needs --dtype bfloat16 or float16, not {vllm_config.model_config.dtype}"
+        )
+    if vllm_config.num_speculative_tokens >= MAX_QUERY_LEN:
+        raise OscarUnsupportedError(
+            f"--kv-cache-dtype {DTYPE} verifies at most {MAX_QUERY_LEN - 1} draft tokens a step, "
+            f"num_speculative_tokens is {vllm_config.num_speculative_tokens}; lower it in --speculative-config"
+        )
 
 
 def _unsupported(vllm_config: "VllmConfig") -> Iterator[str]:

@@ -135,6 +135,44 @@ def test_cache_writes_inside_a_piecewise_graph_are_refused(config):
     plugin.validate_vllm_config(config)
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "value", "message"),
+    [
+        (
+            {"payload": "float"},
+            None,
+            None,
+            r"payload='float', ops='auto' run the PyTorch reference.*add --enforce-eager",
+        ),
+        ({"ops": "reference", "rotation": "hadamard"}, None, None, "ops='reference' run the PyTorch reference"),
+        (
+            {"rotation": "hadamard"},
+            "model_config.dtype",
+            torch.float32,
+            "needs --dtype bfloat16 or float16, not torch.float32",
+        ),
+        (
+            {"rotation": "hadamard"},
+            "speculative_config",
+            SimpleNamespace(num_speculative_tokens=16, method="ngram"),
+            "at most 15 draft tokens a step, num_speculative_tokens is 16",
+        ),
+    ],
+)
+def test_what_a_gpu_needs(config, monkeypatch, options, field, value, message):
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    config.additional_config = {"oscar": options}
+    change(config, "compilation_config.cudagraph_mode", CUDAGraphMode.FULL)
+    if field:
+        change(config, field, value)
+    plugin._check_gpu(config, plugin.OscarConfig.from_options(options))  # nothing to say on a CPU
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    with pytest.raises((OscarConfigError, OscarUnsupportedError), match=message):
+        plugin._check_gpu(config, plugin.OscarConfig.from_options(options))
+
+
 MODEL_KINDS = {
     "latent attention": ("use_mla", True, "latent attention"),
     "mamba hybrid": ("is_hybrid", True, "Mamba or linear-attention"),
