@@ -134,7 +134,7 @@ class Artifact:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            f"layers.{index}.{name}": tensor.cpu().contiguous()
+            f"layers.{index}.{name}": tensor.cpu().clone(memory_format=torch.contiguous_format)  # layers may share one
             for index, codec in self.layers.items()
             for name, tensor in codec.tensors()
         }

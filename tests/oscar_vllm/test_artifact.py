@@ -334,6 +334,16 @@ def test_data_free_codecs_are_valid(head_size, zero):
     assert torch.equal(codecs[0].value_rotation[1], hadamard(head_size).float())
 
 
+def test_layers_that_share_a_codec_can_be_saved(tmp_path):
+    """Saving data-free codecs failed: all layers are one object, and safetensors refuses tensors that share memory."""
+    geometry = model_geometry(CONFIG)
+    heads, size = geometry["num_key_value_heads"], geometry["head_size"]
+    artifact = Artifact(hadamard_codecs(geometry["num_hidden_layers"], heads, size), geometry, "m")
+    loaded = Artifact.load(artifact.save(tmp_path / "a"))
+    assert loaded.artifact_id == artifact.artifact_id
+    assert torch.equal(loaded.layers[1].key_encode, artifact.layers[0].key_encode)
+
+
 def test_data_free_codecs_need_a_page_layout():
     with pytest.raises(OscarUnsupportedError, match="head size 80"):
         hadamard_codecs(1, 1, 80)
