@@ -62,7 +62,6 @@ class OscarMetadata(AttentionMetadata):
         num_actual_tokens: T; tensors may be padded beyond it.
         num_reqs: R.
         max_query_len: longest query.
-        max_seq_len: longest sequence, or an upper bound.
         query_start_loc: [R + 1] int32.
         seq_lens: [R] int32, tokens of each request with this step's.
         block_table: [R, blocks] int32: page blocks for the history group, window blocks for the window group.
@@ -78,7 +77,6 @@ class OscarMetadata(AttentionMetadata):
     num_actual_tokens: int
     num_reqs: int
     max_query_len: int
-    max_seq_len: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -145,7 +143,6 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],

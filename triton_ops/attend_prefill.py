@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_ops.codec import LayerCodec
+from triton_ops.codec import LayerCodec, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 LOG2E = 1.4426950408889634
@@ -658,13 +658,7 @@ def attend_prefill(
             f"query {tuple(query.shape)}, a codec of {heads} heads of size {codec.head_size} and pages of head size "
             f"{layout.head_size} do not agree"
         )
-    if codec.zero != layout.zero:
-        raise ValueError(f"the codec has zero={codec.zero!r}, the pages have zero={layout.zero!r}")
-    if pages.shape[1:] != (heads, layout.page_bytes) or windows.shape[1] != heads or windows.shape[3] != 2 * d:
-        raise ValueError(
-            f"pages {tuple(pages.shape)} or windows {tuple(windows.shape)} do not fit {heads} heads of size {d}; "
-            f"expected [N, {heads}, {layout.page_bytes}] and [N, {heads}, block_size, {2 * d}]"
-        )
+    check_cache(pages=pages, windows=windows, codec=codec, layout=layout)
     if query.dtype not in (torch.bfloat16, torch.float16) or windows.dtype != query.dtype:
         raise ValueError(f"query is {query.dtype} and windows {windows.dtype}; both must be bfloat16 or both float16")
     if query.stride(2) != 1 or windows.stride(3) != 1 or pages.stride(2) != 1:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from triton_ops.layout import Zero
+from triton_ops.layout import PageLayout, Zero
 
 # Step of the uniform quantizer with 2**bits levels that is best for a unit Gaussian, and the error it leaves
 # (fraction of the variance): the minimum of E[(x - Q(x))^2], integrated numerically.
@@ -109,6 +109,29 @@ class LayerCodec:
     def heads(self, index: Tensor | slice) -> "LayerCodec":
         """The codec of some KV heads (tensor parallelism): a slice or an int64 index of heads, repeats allowed."""
         return replace(self, **{name: tensor[index].contiguous() for name, tensor in self.tensors()})
+
+
+def check_cache(*, pages: Tensor, windows: Tensor, codec: LayerCodec, layout: PageLayout) -> None:
+    """Refuse a cache that does not fit the codec; the kernels' launchers call it.
+
+    Args:
+        pages: [N, H, page_bytes] uint8.
+        windows: [N, H, block_size, 2 d].
+        codec: the layer's codec: H and d.
+        layout: the page layout.
+
+    Raises:
+        ValueError: shapes or zero points do not agree.
+
+    """
+    heads, d = codec.num_kv_heads, codec.head_size
+    if codec.zero != layout.zero:
+        raise ValueError(f"the codec has zero={codec.zero!r}, the pages have zero={layout.zero!r}")
+    if pages.shape[1:] != (heads, layout.page_bytes) or windows.shape[1] != heads or windows.shape[3] != 2 * d:
+        raise ValueError(
+            f"pages {tuple(pages.shape)} or windows {tuple(windows.shape)} do not fit {heads} heads of size {d}; "
+            f"expected [N, {heads}, {layout.page_bytes}] and [N, {heads}, block_size, {2 * d}]"
+        )
 
 
 def hadamard(size: int) -> Tensor:

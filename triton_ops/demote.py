@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_ops.codec import LayerCodec, Quantizer
+from triton_ops.codec import LayerCodec, Quantizer, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 MIN_SCALE = tl.constexpr(2.0**-14)
@@ -458,13 +458,7 @@ def demote(
             f"key {tuple(key.shape)}, value {tuple(value.shape)}, a codec of {codec.num_kv_heads} heads of size "
             f"{codec.head_size} and pages of head size {layout.head_size} do not agree"
         )
-    if codec.zero != layout.zero:
-        raise ValueError(f"the codec has zero={codec.zero!r}, the pages have zero={layout.zero!r}")
-    if pages.shape[1:] != (heads, layout.page_bytes) or windows.shape[1] != heads or windows.shape[3] != 2 * d:
-        raise ValueError(
-            f"pages {tuple(pages.shape)} or windows {tuple(windows.shape)} do not fit {heads} heads of size {d}; "
-            f"expected [N, {heads}, {layout.page_bytes}] and [N, {heads}, block_size, {2 * d}]"
-        )
+    check_cache(pages=pages, windows=windows, codec=codec, layout=layout)
     if key.stride(2) != 1 or value.stride(2) != 1 or windows.stride(3) != 1 or pages.stride(2) != 1:
         raise ValueError("the last axis of key, value, windows and pages must be contiguous")
     if pages.stride(0) % 4 or pages.stride(1) % 4:

@@ -103,7 +103,6 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, far):
         num_actual_tokens=step.query.shape[0],
         num_reqs=len(REQUESTS),
         max_query_len=60,
-        max_seq_len=590,
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=step.query_start_loc,
         seq_lens=step.seq_lens,
