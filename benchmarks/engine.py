@@ -110,30 +110,31 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def run(dtypes: list[str], extra: list[str], timeout_s: float = 400) -> list[dict[str, Any]]:
-    """Measure each dtype in its own process; what it finds is printed at once, a dtype that fails is left out."""
+def run(dtype: str, extra: list[str], log_dir: Path | None = None, timeout_s: float = 400) -> list[dict[str, Any]]:
+    """Measure one dtype in its own process; what it finds is printed at once, a failure is shown and gives no row."""
     rows: list[dict[str, Any]] = []
-    for dtype in dtypes:
-        command = [sys.executable, "-m", "benchmarks.engine", "--kv-cache-dtype", dtype, *extra]
-        begin = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        guard = threading.Timer(timeout_s, process.kill)
-        guard.start()
-        output, found, kv_tokens = [], 0, None
-        assert process.stdout is not None
-        for line in process.stdout:
-            output.append(line)
-            if size := re.search(r"KV cache size: ([\d,]+) tokens", line):
-                kv_tokens = int(size.group(1).replace(",", ""))
-            if line.startswith('{"kv_cache_dtype"'):
-                rows.append({**json.loads(line), "kv_tokens": kv_tokens})
-                found += 1
-            if size or line.startswith(('{"kv_cache_dtype"', "prefill of")):
-                print(f"{time.perf_counter() - begin:5.0f} s  {line.strip()}", flush=True)
-        guard.cancel()
-        print(f"{dtype}: {found} rows in {time.perf_counter() - begin:.0f} s, exit {process.wait()}", flush=True)
-        if not found:
-            print("".join(output)[-3000:], flush=True)
+    command = [sys.executable, "-m", "benchmarks.engine", "--kv-cache-dtype", dtype, *extra]
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    guard = threading.Timer(timeout_s, process.kill)
+    guard.start()
+    output, kv_tokens = [], None
+    log = (log_dir / f"engine_{dtype}.log").open("w") if log_dir else None
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line)
+        if log:
+            print(f"{time.perf_counter() - begin:6.1f} {line}", end="", file=log, flush=True)
+        if size := re.search(r"KV cache size: ([\d,]+) tokens", line):
+            kv_tokens = int(size.group(1).replace(",", ""))
+        if line.startswith('{"kv_cache_dtype"'):
+            rows.append({**json.loads(line), "kv_tokens": kv_tokens})
+        if size or line.startswith(('{"kv_cache_dtype"', "prefill of")):
+            print(f"{time.perf_counter() - begin:5.0f} s  {line.strip()}", flush=True)
+    guard.cancel()
+    print(f"{dtype}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s, exit {process.wait()}", flush=True)
+    if not rows:
+        print("".join(output)[-3000:], flush=True)
     return rows
 
 

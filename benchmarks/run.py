@@ -6,6 +6,7 @@ Each part checks its kernels against the reference first and refuses to time a w
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"which parts, default all: {', '.join(PARTS)}")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, help="KV-cache dtypes of the engine part")
+    parser.add_argument("--log-dir", type=Path, help="where the engine part keeps each engine's output")
     options, engine_options = parser.parse_known_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
@@ -27,11 +29,12 @@ def main() -> None:
         parser.error("no NVIDIA GPU found")
     for part in options.parts or PARTS:
         if part == "engine":
-            rows = engine.run(options.dtypes, engine_options)
+            measured = (engine.run(dtype, engine_options, options.log_dir) for dtype in options.dtypes)
         else:
-            rows = {"attend_decode": attend_decode, "demote_prefill": demote_prefill}[part].run("cuda")
-        print(results.table(rows))
-        print("kept in", results.append(part, rows))
+            measured = ({"attend_decode": attend_decode, "demote_prefill": demote_prefill}[part].run("cuda"),)
+        for rows in measured:
+            print(results.table(rows))
+            print("kept in", results.append(part, rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping"])
 def _append_kernel(
     key,
     value,

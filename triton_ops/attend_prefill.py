@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_ops.codec import LayerCodec, check_cache
+from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 LOG2E = 1.4426950408889634
@@ -182,7 +182,7 @@ def _metadata(page_bytes, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
 # ------------------------------------------------------------------------------------------ queries
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "factor_stride"])
 def _prepare_kernel(
     query,
     query_hat,
@@ -407,7 +407,7 @@ def _windows(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["num_requests", "sink", "recent"])
+@triton.jit(do_not_specialize=["num_requests", "sink", "recent", "factor_stride", "lse_stride_head", *BATCH_ARGUMENTS])
 def _attend_kernel(
     query,
     query_hat,

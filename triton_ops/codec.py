@@ -111,6 +111,18 @@ class LayerCodec:
         return replace(self, **{name: tensor[index].contiguous() for name, tensor in self.tensors()})
 
 
+BATCH_ARGUMENTS = (
+    "page_table",
+    "window_table",
+    "page_table_stride",
+    "window_table_stride",
+    "query_start_loc",
+    "seq_lens",
+)
+"""Kernel arguments whose alignment differs from batch to batch: a kernel specialized on them would compile again
+while requests wait."""
+
+
 def check_cache(*, pages: Tensor, windows: Tensor, codec: LayerCodec, layout: PageLayout) -> None:
     """Refuse a cache that does not fit the codec; the kernels' launchers call it.
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_ops.codec import LayerCodec, Quantizer, check_cache
+from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, Quantizer, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 MIN_SCALE = tl.constexpr(2.0**-14)
@@ -285,7 +285,7 @@ def _demote_values(
     tl.store(words + _word_index(column[None, :], group[:, None]), word)
 
 
-@triton.jit(do_not_specialize=["key_kth", "value_kth", "num_requests", "sink"])
+@triton.jit(do_not_specialize=["key_kth", "value_kth", "num_requests", "sink", *BATCH_ARGUMENTS])
 def _demote_kernel(
     key,
     value,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_ops.attend_prefill import _fragment, _key_tile, _metadata, _value_tile
-from triton_ops.codec import LayerCodec
+from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 
@@ -33,7 +33,7 @@ def _project(rows, matrix, offset, sink_rows, in_sink, target, column_step: tl.c
         tl.store(target[:, None] + column[None, :], out.to(target.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_page", "span", "sink"])
+@triton.jit(do_not_specialize=["first_page", "span", "sink", "num_pages", *BATCH_ARGUMENTS])
 def _dequantize_kernel(
     pages,
     windows,
