@@ -1,0 +1,1004 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed traffic against ``vllm serve`` for minutes or hours; ends with status 1 when anything was wrong.
+
+    python scripts/soak.py --model FOLDER --minutes 20                        # starts the server itself
+    python scripts/soak.py --model FOLDER --minutes 20 -- --dtype bfloat16    # more arguments of `vllm serve`
+    python scripts/soak.py --base-url http://localhost:8000 --minutes 5       # a server that runs already
+
+Workers send questions of all lengths, conversations that share a system prompt, requests that are cut off in
+mid-stream, bursts over capacity, unique long prompts that pin the small KV pool full, sampled and malformed requests.
+Every ``--segment`` seconds they let the server come to rest, and what must then hold is checked.
+
+**What a correct answer is.** Before the traffic every question is asked alone at temperature 0, on an idle server with
+an empty prefix cache. Under load the same question must give the same answer, token by token. Batches of another shape
+add up floating-point sums in another order, so logprobs move by some noise, a 2-bit code may round the other way, and
+where two tokens are equally likely the greedy choice may fall the other way. So, with a noise bound of ``--tolerance``
+nats: logprobs of the tokens before the first difference agree within the bound, and at the first difference the token
+given under load was, alone, within twice the bound of the chosen one (a *tie*). Anything else is a wrong answer. Ties
+are counted and reported with both texts, and so is the distribution of the noise. The default mode of the server is
+``prefill="invariant"``, in which results do not depend on how the scheduler cuts prompts; with ``--prefill exact`` they
+do, by the quantization error itself, and the bound must be wide (the defaults are `TOLERANCE`).
+
+With ``--compare-dtype auto`` a server with the model's own cache dtype answers first, and the report says how many
+of the values that it finds in its prompts the quantized cache loses.
+
+Everything is read from local folders. A model folder without a tokenizer (random weights) gets one with a token per
+byte.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import platform
+import pydoc_data.topics
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+TOLERANCE = {"invariant": 0.3, "exact": 2.0}
+"""Nats; see the module's docstring. `--tolerance` replaces it."""
+
+TOP_LOGPROBS = 10
+STARTUP_SECONDS = 900
+IDLE_SECONDS = 60
+FULL_POOL = 0.9
+GROWTH_MIB = 256
+COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
+SHOWN_LOG_LINES = re.compile(r"(?:CPU|GPU) KV cache size: .*|OSCAR KV cache: .*")
+MANUAL = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+JSON_ANSWER = r'\{"name": "[a-z]{1,8}", "code": [0-9]{5}, "active": (true|false)\}'
+
+
+class ServerDied(Exception):
+    """The server's process or its engine is gone."""
+
+
+# ------------------------------------------------------------------------------------------- questions and answers
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request at temperature 0 whose answer is compared.
+
+    Attributes:
+        name: unique within a run.
+        kind: ``echo``, ``json``, ``plain`` or ``turn``.
+        body: of the completions or, if it holds ``messages``, the chat endpoint.
+        expected: what a model that reads its whole prompt answers; None if there is no right answer.
+
+    """
+
+    name: str
+    kind: str
+    body: dict
+    expected: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a server streamed back; times in seconds since the request was sent."""
+
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[dict[str, float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finish: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, token: str, logprob: float | None, alternatives: dict[str, float]) -> None:
+        """Append one token; JSON has no NaN, so it arrives as null."""
+        self.tokens.append(token)
+        self.logprobs.append(math.nan if logprob is None else logprob)
+        self.alternatives.append(alternatives)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every logprob is a number."""
+        return all(map(math.isfinite, self.logprobs))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How an answer relates to the one given alone: verdict ``equal``, ``tie`` or ``wrong``."""
+
+    verdict: str
+    moved: float
+    reason: str = ""
+
+
+def compare(alone: Answer, other: Answer, tolerance: float) -> Comparison:
+    """Judge ``other`` by the rule of the module's docstring; ``moved`` is the largest change of a logprob, in nats."""
+    pairs = list(zip(alone.tokens, other.tokens, strict=False))
+    first = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    moved = max((abs(a - b) for a, b in zip(alone.logprobs[:first], other.logprobs[:first], strict=True)), default=0.0)
+    if moved > tolerance:
+        return Comparison("wrong", moved, f"a logprob moved by {moved:.3f} nats")
+    if first == len(pairs):
+        if len(alone.tokens) != len(other.tokens):
+            return Comparison("wrong", moved, f"{len(other.tokens)} tokens instead of {len(alone.tokens)}")
+        return Comparison("equal", moved)
+    chosen, taken = pairs[first]
+    candidates = alone.alternatives[first]
+    if taken not in candidates:
+        return Comparison("wrong", moved, f"token {first} is none of the {TOP_LOGPROBS} most likely alone")
+    margin = candidates.get(chosen, 0.0) - candidates[taken]
+    if margin > 2 * tolerance:
+        return Comparison("wrong", moved, f"token {first} differs; alone it was {margin:.3f} nats less likely")
+    return Comparison("tie", moved, f"token {first} differs; alone it was {margin:.3f} nats less likely")
+
+
+class Prompts:
+    """Texts made from Python's manual, by seed and approximate length in tokens."""
+
+    def __init__(self, seed: int, chars_per_token: float) -> None:
+        self.random = random.Random(seed)
+        self.chars_per_token = chars_per_token
+
+    def text(self, tokens: float) -> str:
+        """A passage of about ``tokens`` tokens that begins at a random place."""
+        length = max(1, int(tokens * self.chars_per_token))
+        start = self.random.randrange(max(1, len(MANUAL) - length))
+        return MANUAL[start : start + length]
+
+    def records(self, tokens: float) -> tuple[str, str, str]:
+        """A text with codes of named drawers scattered in it, one of the names, and its code."""
+        count = max(1, min(12, int(tokens / 60)))
+        names = self.random.sample(COLOURS, count)
+        codes = [f"{self.random.randrange(10_000, 100_000)}" for _ in names]
+        lines = [f"\nThe code of the {name} drawer is {code}.\n" for name, code in zip(names, codes, strict=True)]
+        rest = tokens - sum(map(len, lines)) / self.chars_per_token
+        filler = [self.text(max(1.0, rest / (count + 1))) for _ in range(count + 1)]
+        text = filler[0] + "".join(line + passage for line, passage in zip(lines, filler[1:], strict=True))
+        wanted = self.random.randrange(count)
+        return text, names[wanted], codes[wanted]
+
+    def echo(self, name: str, tokens: int) -> Question:
+        """Continue a line that stands earlier in the prompt."""
+        text, drawer, code = self.records(tokens)
+        prompt = f"{text}\nThe code of the {drawer} drawer is"
+        return Question(name, "echo", {"prompt": prompt, "max_tokens": 8}, code)
+
+    def plain(self, name: str, tokens: int) -> Question:
+        """Continue the manual."""
+        return Question(name, "plain", {"prompt": self.text(tokens), "max_tokens": 24})
+
+    def json(self, name: str, tokens: int) -> Question:
+        """Answer in strict JSON, which a regular expression enforces."""
+        text, drawer, code = self.records(tokens)
+        task = f"Describe the {drawer} drawer in JSON with its name and code."
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": f"{text}\n{task}"}], "max_tokens": 60}
+        body["structured_outputs"] = {"regex": JSON_ANSWER}
+        return Question(name, "json", body, code)
+
+    def questions(self, count: int, context: int) -> list[Question]:
+        """``count`` questions of the three kinds, from 30 tokens to nearly the whole context."""
+        longest = int(0.8 * context) - 80
+        lengths = [30, 120, 129, 250, 330, 400, 513, 650, 1100, *(int(longest * share) for share in (0.25, 0.5, 1.0))]
+        lengths = [length for length in lengths if length <= longest]
+        kinds = (self.echo, self.json, self.plain)
+        return [
+            kinds[index % 3](f"{kinds[index % 3].__name__}-{index}", lengths[(index * 7) % len(lengths)])
+            for index in range(count)
+        ]
+
+
+COLOURS = (
+    "amber", "azure", "beige", "black", "bronze", "brown", "copper", "coral", "crimson", "cyan", "golden", "green",
+    "grey", "indigo", "ivory", "lilac", "maroon", "navy", "olive", "orange", "pink", "purple", "scarlet", "silver",
+    "teal", "violet", "white", "yellow",
+)  # fmt: skip
+
+
+def malformed_requests(model: str, context: int) -> dict[str, tuple[str, Any]]:
+    """Requests that a server must answer with a status of 400 to 499: name -> (path, JSON body or raw bytes)."""
+    completion = {"model": model, "prompt": "x", "max_tokens": 1}
+    chat = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    return {
+        "not JSON": ("/v1/completions", b'{"model": '),
+        "binary": ("/v1/completions", b"\x00\xff\xfe\x80"),
+        "empty body": ("/v1/chat/completions", b""),
+        "a list": ("/v1/chat/completions", [1, 2]),
+        "unknown path": ("/v1/nothing", completion),
+        "unknown model": ("/v1/completions", completion | {"model": "none"}),
+        "no prompt": ("/v1/completions", {"model": model, "max_tokens": 1}),
+        "prompt over the context": ("/v1/completions", completion | {"prompt": [5] * (context + 1)}),
+        "answer over the context": ("/v1/completions", completion | {"max_tokens": context + 1}),
+        "token outside the vocabulary": ("/v1/completions", completion | {"prompt": [2**31 - 1]}),
+        "negative max_tokens": ("/v1/completions", completion | {"max_tokens": -1}),
+        "negative temperature": ("/v1/completions", completion | {"temperature": -1}),
+        "top_p of 2": ("/v1/completions", completion | {"top_p": 2}),
+        "n of 0": ("/v1/completions", completion | {"n": 0}),
+        "text for a number": ("/v1/completions", completion | {"temperature": "warm"}),
+        "too many logprobs": ("/v1/completions", completion | {"logprobs": 1_000_000}),
+        "no messages": ("/v1/chat/completions", {"model": model}),
+        "messages of a wrong type": ("/v1/chat/completions", chat | {"messages": "x"}),
+        "a broken regular expression": ("/v1/chat/completions", chat | {"structured_outputs": {"regex": "(("}}),
+        "a schema that is none": (
+            "/v1/chat/completions",
+            chat | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}}},
+        ),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- the server
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_byte_tokenizer(model: Path, directory: Path) -> Path:
+    """A tokenizer with one token per byte, and unused ones up to the model's vocabulary; returns its folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if size < len(words):
+        raise SystemExit(f"{model}: a vocabulary of {size} is too small for a token per byte ({len(words)})")
+    words += [f"t{index}" for index in range(len(words), size)]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
+    )  # fmt: skip
+    fast.save_pretrained(directory)
+    return directory
+
+
+class Server:
+    """A ``vllm serve`` process of our own, in a session of its own."""
+
+    def __init__(self, arguments: Sequence[str], log_path: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = log_path
+        environment = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_SERVER_DEV_MODE": "1",  # the endpoint that resets the prefix cache
+            "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; only the CPU build reads it
+            **os.environ,
+        }
+        self.command = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments,
+            "--host", "127.0.0.1", "--port", str(self.port),
+        ]  # fmt: skip
+        with open(log_path, "w") as log:
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_until_healthy(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            SystemExit: it ended, or did not answer in `STARTUP_SECONDS`.
+
+        """
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise SystemExit(
+                    f"{self.log()}\nthe server ended with status {self.process.returncode}: {self.log_path}"
+                )
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.5)
+        self.stop()
+        raise SystemExit(f"{self.log()}\nthe server was not healthy after {STARTUP_SECONDS} s: {self.log_path}")
+
+    def log(self, characters: int = 4000) -> str:
+        """The end of what the server printed."""
+        return self.log_path.read_text(errors="replace")[-characters:]
+
+    def memory_mib(self) -> float:
+        """Resident memory of the server's processes."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            for process in [parent, *parent.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
+        return total / 2**20
+
+    def stop(self) -> None:
+        """End the server and whatever of it is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def gpu_memory_mib() -> float | None:
+    """Memory in use on all GPUs that ``nvidia-smi`` shows; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+
+# ------------------------------------------------------------------------------------------------------- the soak
+
+
+@dataclass
+class Record:
+    """Everything a run has seen."""
+
+    violations: list[dict] = field(default_factory=list)
+    traffic: Counter = field(default_factory=Counter)
+    verdicts: Counter = field(default_factory=Counter)
+    differences: list[dict] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    memory: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    peak_usage: float = 0.0
+    segments: int = 0
+
+    def violation(self, kind: str, detail: str, **more: Any) -> None:
+        """Something was wrong; the run goes on and ends with status 1."""
+        self.violations.append({"kind": kind, "detail": detail, **more})
+        print(f"VIOLATION {kind}: {detail}", file=sys.stderr, flush=True)
+
+
+class Soak:
+    """One server under traffic."""
+
+    def __init__(self, url: str, server: Server | None, options: argparse.Namespace) -> None:
+        self.url = url
+        self.server = server
+        self.options = options
+        self.record = Record()
+        self.alone: dict[str, Answer] = {}
+        self.questions: list[Question] = []
+        self.conversations: list[list[Question]] = []
+        self.can_reset = True
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.http = httpx.AsyncClient(base_url=url, timeout=60, limits=limits)
+        self.client = openai.AsyncOpenAI(
+            base_url=url + "/v1", api_key="none", max_retries=0, timeout=options.request_timeout
+        )
+
+    # ---- single requests ----
+
+    async def ask(self, question: Question, **more: Any) -> Answer:
+        """Stream one answer with its logprobs.
+
+        Raises:
+            openai.OpenAIError: the server refused or broke off.
+
+        """
+        answer, started = Answer(), time.monotonic()
+        body: dict[str, Any] = {"model": self.model, "temperature": 0, **question.body, **more}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        extra: dict[str, Any] = {"return_tokens_as_token_ids": True}
+        for name in ("structured_outputs", "ignore_eos"):
+            if name in body:
+                extra[name] = body.pop(name)
+        if "messages" in body:
+            stream = await self.client.chat.completions.create(
+                **body, logprobs=True, top_logprobs=TOP_LOGPROBS, extra_body=extra
+            )
+        else:
+            stream = await self.client.completions.create(**body, logprobs=TOP_LOGPROBS, extra_body=extra)
+        async with stream:
+            async for chunk in stream:
+                if chunk.usage is not None:
+                    answer.prompt_tokens = chunk.usage.prompt_tokens
+                    details = chunk.usage.prompt_tokens_details
+                    answer.cached_tokens = (details.cached_tokens if details else None) or 0
+                for choice in chunk.choices:
+                    answer.finish = choice.finish_reason or answer.finish
+                    if "messages" in body:
+                        answer.text += choice.delta.content or ""
+                        for entry in (choice.logprobs and choice.logprobs.content) or ():
+                            top = {candidate.token: candidate.logprob for candidate in entry.top_logprobs}
+                            answer.add(entry.token, entry.logprob, top)
+                    else:
+                        answer.text += choice.text
+                        if choice.logprobs is not None:
+                            columns = choice.logprobs
+                            for entry in zip(columns.tokens, columns.token_logprobs, columns.top_logprobs, strict=True):
+                                answer.add(*entry)
+                    if len(answer.tokens) > len(answer.times):
+                        moment = time.monotonic() - started
+                        answer.times += [moment] * (len(answer.tokens) - len(answer.times))
+        return answer
+
+    async def valid(self, question: Question, **more: Any) -> Answer | None:
+        """An answer to a request that must succeed; None, and a violation, if it did not."""
+        try:
+            answer = await self.ask(question, **more)
+        except openai.OpenAIError as error:
+            await self.check_alive()
+            self.record.violation("error", f"{question.name}: {type(error).__name__}: {error}")
+            return None
+        if not answer.finite:
+            self.record.violation("not finite", f"{question.name}: logprobs {answer.logprobs}")
+            return None
+        if not answer.tokens or answer.finish is None:
+            self.record.violation("error", f"{question.name}: the stream ended without an answer")
+            return None
+        return answer
+
+    async def checked(self, question: Question, when: str) -> Answer | None:
+        """Ask a question whose answer alone is known, and compare."""
+        answer = await self.valid(question)
+        if answer is None:
+            return None
+        self.record.first_token.append(answer.times[0])
+        self.record.between_tokens += [b - a for a, b in zip(answer.times, answer.times[1:], strict=False)]
+        self.record.whole.append(answer.times[-1])
+        alone = self.alone[question.name]
+        comparison = compare(alone, answer, self.options.tolerance)
+        self.record.verdicts[comparison.verdict] += 1
+        self.record.moved.append(comparison.moved)
+        if comparison.verdict != "equal":
+            difference = {
+                "question": question.name, "when": when, "verdict": comparison.verdict, "reason": comparison.reason,
+                "prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens,
+                "alone": alone.text, "answer": answer.text,
+            }  # fmt: skip
+            self.record.differences.append(difference)
+            if comparison.verdict == "wrong":
+                self.record.violation(
+                    "wrong answer", f"{question.name} {when}: {comparison.reason}: {alone.text!r} -> {answer.text!r}"
+                )
+        if question.kind == "json":
+            self.check_json(question, answer)
+        return answer
+
+    def check_json(self, question: Question, answer: Answer) -> None:
+        """Whether a JSON answer is one."""
+        if answer.finish == "stop" and re.fullmatch(JSON_ANSWER, answer.text) and json.loads(answer.text):
+            return
+        self.record.violation("wrong answer", f"{question.name}: not the JSON asked for: {answer.text!r}")
+
+    # ---- the server's state ----
+
+    async def check_alive(self) -> None:
+        """Whether the server's process and its engine live.
+
+        Raises:
+            ServerDied: they do not.
+
+        """
+        for attempt in range(2):
+            if self.server is not None and self.server.process.poll() is not None:
+                raise ServerDied(f"the server's process ended with status {self.server.process.returncode}")
+            try:
+                status = (await self.http.get("/health")).status_code
+                if status == 200:
+                    return
+                problem = f"/health says {status}"
+            except httpx.HTTPError as error:
+                problem = f"/health: {type(error).__name__}"
+            if attempt == 0:
+                await asyncio.sleep(3)
+        raise ServerDied(problem)
+
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's metrics by name, summed over their labels."""
+        values: defaultdict[str, float] = defaultdict(float)
+        for line in (await self.http.get("/metrics")).text.splitlines():
+            if match := re.match(r"(vllm:\w+)(?:\{.*\})? (\S+)$", line):
+                values[match[1]] += float(match[2])
+        return values
+
+    async def reset_prefix_cache(self) -> bool | None:
+        """Empty the prefix cache, which the engine refuses while a block is in use; None where there is no endpoint."""
+        response = await self.http.post("/reset_prefix_cache")
+        if response.status_code == 404:
+            self.can_reset = False
+            return None
+        return response.status_code == 200 and bool(response.json()["success"])
+
+    async def watch(self) -> None:
+        """Note the pool's peak usage and find out soon when the server dies."""
+        while True:
+            try:
+                usage = (await self.metrics()).get("vllm:kv_cache_usage_perc", 0.0)
+                self.record.peak_usage = max(self.record.peak_usage, usage)
+            except httpx.HTTPError:
+                await self.check_alive()
+            await self.check_alive()
+            await asyncio.sleep(0.25)
+
+    # ---- before the traffic ----
+
+    async def prepare(self) -> None:
+        """Make the questions and ask each alone, cold and then with its own prefix cached."""
+        models = (await self.client.models.list()).data
+        self.model, self.context = models[0].id, models[0].max_model_len
+        sample = MANUAL[: min(2000, self.context // 2)]
+        answer = await self.ask(Question("length", "plain", {"prompt": sample, "max_tokens": 1}))
+        prompts = Prompts(self.options.seed, len(sample) / answer.prompt_tokens)
+        self.questions = prompts.questions(self.options.questions, self.context)
+        self.prompts = prompts
+        for question in self.questions:
+            await self.ask_alone(question)
+        for index in range(self.options.conversations):
+            await self.hold_conversation(index)
+
+    async def ask_alone(self, question: Question) -> None:
+        if await self.reset_prefix_cache() is False:
+            self.record.violation("leak", f"blocks are in use before {question.name}, on an idle server")
+        answer = await self.valid(question)
+        if answer is None:
+            raise SystemExit(f"the idle server did not answer {question.name}; see above")
+        self.alone[question.name] = answer
+        if question.kind == "json":
+            self.check_json(question, answer)
+        if question.kind != "turn":
+            await self.checked(question, "alone, with its prefix cached")
+
+    async def hold_conversation(self, index: int) -> None:
+        """A chat of some turns alone; every second one begins with the same system prompt."""
+        context = self.context
+        shared = Prompts(self.options.seed + index % 2, self.prompts.chars_per_token).text(0.2 * context)
+        messages = [{"role": "system", "content": shared}]
+        turns: list[Question] = []
+        for turn in range(self.options.turns):
+            messages.append({"role": "user", "content": self.prompts.text(0.06 * context) + " Explain."})
+            question = Question(f"chat-{index}-turn-{turn}", "turn", {"messages": [*messages], "max_tokens": 40})
+            await self.ask_alone(question)
+            messages.append({"role": "assistant", "content": self.alone[question.name].text})
+            turns.append(question)
+        self.conversations.append(turns)
+
+    # ---- traffic ----
+
+    def activities(self) -> dict[str, tuple[Callable[[random.Random], Awaitable[None]], int]]:
+        """What a worker does next: name -> (function, how often in a deck)."""
+        return {
+            "question": (self.do_question, 6),
+            "conversation": (self.do_conversation, 2),
+            "abort": (self.do_abort, 2),
+            "sampled": (self.do_sampled, 1),
+            "fill": (self.do_fill, 1),
+            "burst": (self.do_burst, 1),
+            "malformed": (self.do_malformed, 1),
+        }
+
+    async def do_question(self, rng: random.Random) -> None:
+        await self.checked(rng.choice(self.questions), "under load")
+
+    async def do_conversation(self, rng: random.Random) -> None:
+        if not self.conversations:
+            return
+        for question in rng.choice(self.conversations):
+            answer = await self.checked(question, "under load")
+            if answer is not None and answer.cached_tokens:
+                self.record.traffic["turns with a prefix hit"] += 1
+
+    async def do_abort(self, rng: random.Random) -> None:
+        """Cut the connection while the prompt is read, or after some tokens."""
+        body = {
+            "model": self.model, "prompt": self.prompts.text(rng.uniform(0.05, 0.7) * self.context),
+            "max_tokens": 200, "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        patience = rng.choice((0.05, 0.5, 2.0, 20.0))
+
+        async def read_some() -> None:
+            async with self.http.stream("POST", "/v1/completions", json=body) as response:
+                lines = 0
+                async for _ in response.aiter_lines():
+                    lines += 1
+                    if lines > 12:
+                        return
+
+        try:
+            await asyncio.wait_for(read_some(), patience)
+        except TimeoutError:
+            pass
+        except httpx.HTTPError as error:
+            await self.check_alive()
+            self.record.violation("error", f"a request that was to be cut off: {type(error).__name__}: {error}")
+
+    async def do_sampled(self, rng: random.Random) -> None:
+        prompt = self.prompts.text(rng.uniform(20, 0.3 * self.context))
+        try:
+            completion = await self.client.completions.create(
+                model=self.model, prompt=prompt, n=4, temperature=1.0, top_p=0.95, max_tokens=24, logprobs=1
+            )
+        except openai.OpenAIError as error:
+            await self.check_alive()
+            self.record.violation("error", f"sampled: {type(error).__name__}: {error}")
+            return
+        columns = [choice.logprobs and choice.logprobs.token_logprobs for choice in completion.choices]
+        finite = [column and all(value is not None and math.isfinite(value) for value in column) for column in columns]
+        if len(finite) != 4 or not all(finite):
+            self.record.violation("not finite", f"sampled: {columns}")
+
+    async def do_fill(self, rng: random.Random) -> None:
+        """Unique long prompts at once: more than the pool holds."""
+        lengths = [rng.uniform(0.3, 0.75) * self.context for _ in range(self.options.concurrency)]
+        questions = [
+            Question("fill", "plain", {"prompt": self.prompts.text(length), "max_tokens": 40, "ignore_eos": True})
+            for length in lengths
+        ]
+        await asyncio.gather(*(self.valid(question) for question in questions))
+
+    async def do_burst(self, rng: random.Random) -> None:
+        """Four times as many requests at once as workers; the short questions among them are compared."""
+        short = [question for question in self.questions if self.alone[question.name].prompt_tokens < 600]
+        chosen = [rng.choice(short or self.questions) for _ in range(4 * self.options.concurrency)]
+        await asyncio.gather(*(self.checked(question, "in a burst") for question in chosen))
+
+    async def do_malformed(self, rng: random.Random) -> None:
+        requests = malformed_requests(self.model, self.context)
+        for name in rng.sample(sorted(requests), len(requests)):
+            path, body = requests[name]
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            try:
+                response = await self.http.post(path, content=raw, headers={"content-type": "application/json"})
+            except httpx.HTTPError as error:
+                await self.check_alive()
+                self.record.violation("malformed", f"{name}: {type(error).__name__}")
+                continue
+            self.record.traffic[f"malformed: status {response.status_code}"] += 1
+            if not 400 <= response.status_code < 500:
+                self.record.violation("malformed", f"{name}: status {response.status_code}: {response.text[:200]}")
+
+    async def work(self, deck: deque[str], until: float, rng: random.Random) -> None:
+        """One worker: activities from the common deck until the segment ends."""
+        activities = self.activities()
+        while time.monotonic() < until:
+            if not deck:
+                cards = [name for name, (_, count) in activities.items() for _ in range(count)]
+                rng.shuffle(cards)
+                deck.extend(cards)
+            name = deck.popleft()
+            await activities[name][0](rng)
+            self.record.traffic[name] += 1
+
+    async def run(self) -> None:
+        """Traffic in segments until the time is over, with a look at the idle server after each."""
+        rng = random.Random(self.options.seed)
+        started = time.monotonic()
+        end = started + 60 * self.options.minutes
+        deck = deque(name for name in self.activities())  # every kind once before any kind twice
+        while time.monotonic() < end:
+            until = min(end, time.monotonic() + self.options.segment)
+            workers = [self.work(deck, until, random.Random(rng.random())) for _ in range(self.options.concurrency)]
+            await asyncio.gather(*workers)
+            self.record.segments += 1
+            await self.check_idle(time.monotonic() - started)
+            await self.checked(rng.choice(self.questions), "alone, after traffic")
+        for question in self.questions:
+            await self.checked(question, "alone, at the end")
+        await self.check_idle(time.monotonic() - started)
+
+    async def check_idle(self, seconds: float) -> None:
+        """After the last request: nothing runs, no block is held, memory is noted."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        waiting = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        while True:
+            # The gauges are those of the last step, which an abort does not cause: one request brings them up to date.
+            await self.valid(Question("probe", "plain", {"prompt": "x", "max_tokens": 1}))
+            values = await self.metrics()
+            busy = sum(values[name] for name in waiting)
+            usage = values.get("vllm:kv_cache_usage_perc", 0.0)
+            if not busy and not usage:
+                break
+            if time.monotonic() > deadline:
+                self.record.violation("leak", f"idle for {IDLE_SECONDS} s: {busy:.0f} requests, usage {usage:.4f}")
+                break
+            await asyncio.sleep(1)
+        if await self.reset_prefix_cache() is False:
+            self.record.violation("leak", "the engine refuses to reset the prefix cache: blocks are in use")
+        sample: dict[str, float | None] = {"seconds": round(seconds, 1), "gpu_mib": gpu_memory_mib()}
+        sample["rss_mib"] = round(self.server.memory_mib(), 1) if self.server is not None else None
+        self.record.memory.append(sample)
+
+    async def drive(self) -> None:
+        """The whole run on a server that is up; what goes wrong is in the record."""
+        watcher = None
+        try:
+            await self.prepare()
+            watcher = asyncio.create_task(self.watch())
+            traffic = asyncio.create_task(self.run())
+            done, _ = await asyncio.wait((watcher, traffic), return_when=asyncio.FIRST_COMPLETED)
+            traffic.cancel()
+            await asyncio.gather(traffic, return_exceptions=True)
+            for task in done:
+                await task
+            await self.judge()
+        except ServerDied as error:
+            log = self.server.log(2000) if self.server is not None else ""
+            self.record.violation("died", str(error), log=log)
+        except httpx.HTTPError as error:
+            self.record.violation("error", f"{type(error).__name__}: {error}")
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+            await self.http.aclose()
+            await self.client.close()
+
+    async def judge(self) -> None:
+        """What can be said only at the end: NaN counted by the engine, growth, and whether the run meant anything."""
+        await self.check_alive()
+        self.final_metrics = await self.metrics()
+        if corrupted := self.final_metrics.get("vllm:corrupted_requests_total", 0):
+            self.record.violation("not finite", f"the engine counts {corrupted:.0f} requests with NaN in their logits")
+        for name in ("rss_mib", "gpu_mib"):
+            grown = growth([sample[name] for sample in self.record.memory])
+            if grown is not None and grown > GROWTH_MIB:
+                self.record.violation("growth", f"{name} grew by {grown:.0f} MiB from the middle to the end of the run")
+        if not self.can_reset:
+            self.record.notes.append("no /reset_prefix_cache (VLLM_SERVER_DEV_MODE=1): leaks are judged by usage alone")
+        for name in self.activities():
+            if not self.record.traffic[name] and (name != "conversation" or self.conversations):
+                self.record.violation("coverage", f"no traffic of kind {name}; run longer")
+        if self.server is not None:
+            if self.record.peak_usage < FULL_POOL:
+                self.record.violation("coverage", f"the pool was never full: peak usage {self.record.peak_usage:.1%}")
+            if not self.final_metrics.get("vllm:prefix_cache_hits_total"):
+                self.record.violation("coverage", "no prefix hit")
+
+
+def growth(samples: Sequence[float | None]) -> float | None:
+    """Mean of the last third minus mean of the middle third; None if not measured or fewer than three samples."""
+    values = [value for value in samples if value is not None]
+    third = len(values) // 3
+    if not third:
+        return None
+    return statistics.mean(values[-third:]) - statistics.mean(values[third : 2 * third])
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 90th, 99th percentile and maximum."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    points = {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}
+    return points | {"max": ordered[-1]}
+
+
+# -------------------------------------------------------------------------------------------------- report and start
+
+
+def found(questions: Sequence[Question], answers: dict[str, Answer]) -> set[str]:
+    """Names of the questions whose answer holds what the prompt says."""
+    return {q.name for q in questions if q.expected is not None and q.expected in answers[q.name].text}
+
+
+def compare_dtypes(main: Soak, reference: Soak) -> dict:
+    """How the answers given alone by two servers relate."""
+    questions = [question for question in main.questions if question.name in reference.alone]
+    right, also = found(questions, reference.alone), found(questions, main.alone)
+    lost = [
+        {"question": name, "reference": reference.alone[name].text, "answer": main.alone[name].text}
+        for name in sorted(right - also)
+    ]
+    equal = sum(main.alone[question.name].tokens == reference.alone[question.name].tokens for question in questions)
+    return {
+        "dtype": main.options.compare_dtype, "questions": len(questions), "equal": equal,
+        "with_expected_value": sum(question.expected is not None for question in questions),
+        "found": len(also), "found_by_reference": len(right), "lost": lost,
+    }  # fmt: skip
+
+
+def serve_arguments(options: argparse.Namespace, tokenizer: Path | None, cache_dtype: str) -> list[str]:
+    """Arguments of ``vllm serve`` for this run; the pool is kept small so that traffic can fill it."""
+    arguments = [
+        str(options.model), "--kv-cache-dtype", cache_dtype, "--max-model-len", str(options.max_model_len),
+        "--max-num-seqs", str(options.max_num_seqs), "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+        "--enable-prompt-tokens-details", "--served-model-name", "soak",
+    ]  # fmt: skip
+    if tokenizer is not None:
+        arguments += ["--tokenizer", str(tokenizer)]
+    if cache_dtype.startswith("oscar"):
+        oscar: dict[str, str] = {"prefill": options.prefill}
+        if options.artifact is not None:
+            oscar["artifact"] = str(options.artifact)
+        elif not (options.model / "oscar_int2").is_dir():
+            oscar["rotation"] = "hadamard"
+        arguments += ["--additional-config", json.dumps({"oscar": oscar})]
+        arguments += ["--num-gpu-blocks-override", str(options.blocks)]
+    elif options.cache_dtype == cache_dtype:
+        arguments += ["--num-gpu-blocks-override", str(options.blocks)]
+    return [*arguments, *options.serve]
+
+
+def report(soak: Soak, options: argparse.Namespace, comparison: dict | None, log: str) -> dict:
+    """The run as one JSON object."""
+    record = soak.record
+    metrics = getattr(soak, "final_metrics", {})
+    counters = {name: metrics.get(f"vllm:{name}_total", 0.0) for name in COUNTERS}
+    asked = [question for question in soak.questions if question.name in soak.alone]
+    return {
+        "passed": not record.violations,
+        "violations": record.violations,
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "host": {"python": platform.python_version(), "processor": platform.machine()},
+        "server": list(dict.fromkeys(SHOWN_LOG_LINES.findall(log))),
+        "traffic": dict(record.traffic),
+        "segments": record.segments,
+        "checked": {
+            **{verdict: record.verdicts[verdict] for verdict in ("equal", "tie", "wrong")},
+            "logprob_moved": percentiles(record.moved),
+            "tolerance": options.tolerance,
+            "differences": record.differences,
+        },
+        "values_found_alone": [len(found(asked, soak.alone)), sum(q.expected is not None for q in asked)],
+        "pool": {"peak_usage": record.peak_usage, **counters},
+        "latency_seconds": {
+            "first token": percentiles(record.first_token),
+            "between tokens": percentiles(record.between_tokens),
+            "whole answer": percentiles(record.whole),
+        },
+        "memory": record.memory,
+        "comparison": comparison,
+        "notes": record.notes,
+    }
+
+
+def table(result: dict) -> str:
+    """The report in a few lines."""
+    checked, pool = result["checked"], result["pool"]
+    counts = Counter(violation["kind"] for violation in result["violations"])
+    activity = ", ".join(f"{name} {count}" for name, count in sorted(result["traffic"].items()))
+    moved = " ".join(f"{name} {value:.4f}" for name, value in checked["logprob_moved"].items())
+    memory = [sample["rss_mib"] for sample in result["memory"] if sample["rss_mib"] is not None]
+    gpu = [sample["gpu_mib"] for sample in result["memory"] if sample["gpu_mib"] is not None]
+    lines = [
+        *result["server"],
+        f"traffic        {activity}",
+        f"answers        {checked['equal']} equal, {checked['tie']} ties, {checked['wrong']} wrong "
+        f"(tolerance {checked['tolerance']} nats; logprobs moved by {moved})",
+        f"pool           peak usage {pool['peak_usage']:.1%}, {pool['num_preemptions']:.0f} preemptions, prefix hits "
+        f"{pool['prefix_cache_hits']:.0f} of {pool['prefix_cache_queries']:.0f} tokens",
+    ]
+    for name, points in result["latency_seconds"].items():
+        lines.append(f"{name:15}" + ", ".join(f"{point} {1000 * value:.1f} ms" for point, value in points.items()))
+    for name, samples in (("memory", memory), ("GPU memory", gpu)):
+        if samples:
+            lines.append(f"{name:15}{samples[0]:.0f} MiB first, {max(samples):.0f} peak, {samples[-1]:.0f} at the end")
+    if result["comparison"]:
+        other = result["comparison"]
+        lines.append(
+            f"{other['dtype'] + ' cache':15}{other['equal']} of {other['questions']} answers equal; values found: "
+            f"{other['found_by_reference']}, here {other['found']} of {other['with_expected_value']}, "
+            f"lost {len(other['lost'])}"
+        )
+    lines += [f"note           {note}" for note in result["notes"]]
+    verdict = "passed" if result["passed"] else ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+    return "\n".join([*lines, f"result         {verdict}"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    target = top.add_mutually_exclusive_group(required=True)
+    target.add_argument("--model", type=Path, help="folder of the model to serve")
+    target.add_argument("--base-url", help="a server that runs already, without the /v1")
+    top.add_argument("--minutes", type=float, default=20.0, help="of traffic (%(default)s)")
+    top.add_argument("--seed", type=int, default=0)
+    top.add_argument(
+        "--report",
+        type=Path,
+        default=Path("soak.json"),
+        help="where the JSON goes; the servers' logs go beside it (%(default)s)",
+    )
+    top.add_argument("--concurrency", type=int, default=24, help="workers (%(default)s)")
+    top.add_argument("--questions", type=int, default=24, help="questions that are compared (%(default)s)")
+    top.add_argument("--conversations", type=int, default=4, help="conversations that are compared (%(default)s)")
+    top.add_argument("--turns", type=int, default=3, help="turns of a conversation (%(default)s)")
+    top.add_argument(
+        "--segment", type=float, help="seconds between two checks of the idle server (a 20th of the run, at least 15)"
+    )
+    top.add_argument("--tolerance", type=float, help=f"nats of noise in a logprob ({TOLERANCE})")
+    top.add_argument("--request-timeout", type=float, default=600.0, help="seconds (%(default)s)")
+    serve = top.add_argument_group("a server of our own")
+    serve.add_argument("--tokenizer", type=Path, help="folder (the model's)")
+    serve.add_argument("--artifact", type=Path, help="calibration artifact (MODEL/oscar_int2, or a Hadamard rotation)")
+    serve.add_argument("--cache-dtype", default="oscar_int2", help="(%(default)s)")
+    serve.add_argument("--prefill", default="invariant", choices=tuple(TOLERANCE), help="(%(default)s)")
+    serve.add_argument("--compare-dtype", help="answers of this cache dtype are compared first, such as auto")
+    serve.add_argument(
+        "--max-lost",
+        type=float,
+        default=0.1,
+        help="share of the values found with --compare-dtype that may be lost (%(default)s)",
+    )
+    serve.add_argument("--max-model-len", type=int, default=8192)
+    serve.add_argument("--max-num-seqs", type=int, default=16)
+    serve.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    serve.add_argument("--blocks", type=int, help="size of the KV pool (two and a half requests of full length)")
+    top.add_argument("serve", nargs="*", help="after --: more arguments of `vllm serve`")
+    return top
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options with the defaults that depend on others."""
+    options = parser().parse_args(arguments)
+    if options.tolerance is None:
+        options.tolerance = TOLERANCE[options.prefill]
+    if options.segment is None:
+        options.segment = max(15.0, 3 * options.minutes)
+    if options.blocks is None:
+        options.blocks = int(2.5 * (options.max_model_len / 128 + 64))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 if anything was wrong."""
+    options = parse(arguments)
+    comparison = None
+    with tempfile.TemporaryDirectory(prefix="oscar-soak-") as work:
+        if options.base_url:
+            soak, log = Soak(options.base_url.rstrip("/"), None, options), ""
+            asyncio.run(soak.drive())
+        else:
+            tokenizer = options.tokenizer
+            if tokenizer is None and not (options.model / "tokenizer_config.json").exists():
+                tokenizer = write_byte_tokenizer(options.model, Path(work) / "tokenizer")
+            reference = None
+            if options.compare_dtype:
+                reference, _ = serve_and(Soak.prepare, options, tokenizer, options.compare_dtype)
+            soak, log = serve_and(Soak.drive, options, tokenizer, options.cache_dtype)
+            if reference is not None and len(soak.alone) >= len(soak.questions) > 0:
+                comparison = compare_dtypes(soak, reference)
+                lost, known = len(comparison["lost"]), comparison["found_by_reference"]
+                if lost > options.max_lost * known:
+                    soak.record.violation("lost values", f"{lost} of {known}")
+    result = report(soak, options, comparison, log)
+    options.report.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0 if result["passed"] else 1
+
+
+def serve_and(
+    action: Callable[[Soak], Any], options: argparse.Namespace, tokenizer: Path | None, cache_dtype: str
+) -> tuple[Soak, str]:
+    """Start a server, run ``action`` on it, stop it; returns the soak and the server's log."""
+    log_path = options.report.with_suffix(f".{cache_dtype}.log").resolve()
+    server = Server(serve_arguments(options, tokenizer, cache_dtype), log_path)
+    try:
+        server.wait_until_healthy()
+        soak = Soak(server.url, server, options)
+        asyncio.run(action(soak))
+    finally:
+        server.stop()
+    return soak, server.log_path.read_text(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
