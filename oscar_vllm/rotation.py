@@ -5,6 +5,8 @@ vllm_config -> engine_settings() -> EngineSettings.codec(layer)
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,18 @@ from oscar_vllm.artifact import Artifact, hadamard_codecs
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.errors import OscarArtifactError
 from triton_ops.codec import LayerCodec
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """New tensors are float32 on the CPU: vLLM makes and loads a model under the model's dtype and device."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class EngineSettings:
         return self.options.recent
 
     def codec(self, layer: int, *, num_kv_heads: int, head_size: int, tp_size: int = 1, tp_rank: int = 0) -> LayerCodec:
-        """Codec of one layer's KV heads on one tensor-parallel rank.
+        """Codec of one layer's KV heads on one tensor-parallel rank, on the CPU.
 
         Args:
             layer: index of the layer in the model.
@@ -56,7 +70,8 @@ class EngineSettings:
 
         """
         if self.artifact is None:
-            return hadamard_codecs(1, num_kv_heads, head_size, zero=self.options.zero or "page")[0]
+            with plain_tensors():
+                return hadamard_codecs(1, num_kv_heads, head_size, zero=self.options.zero or "page")[0]
         codec = self.artifact.layers.get(layer)
         if codec is None:
             raise OscarArtifactError(
@@ -69,7 +84,8 @@ class EngineSettings:
                 f"artifact {self.artifact.artifact_id}, layer {layer}: calibrated for head size {codec.head_size}, "
                 f"the model has {head_size}; calibrate this model again"
             )
-        return codec.heads(local_kv_heads(codec.num_kv_heads, num_kv_heads, tp_size, tp_rank))
+        with plain_tensors():
+            return codec.heads(local_kv_heads(codec.num_kv_heads, num_kv_heads, tp_size, tp_rank))
 
 
 def local_kv_heads(total: int, local: int, tp_size: int, tp_rank: int) -> torch.Tensor:

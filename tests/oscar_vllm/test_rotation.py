@@ -54,3 +54,21 @@ def test_data_free_settings():
     assert (settings.artifact, settings.options.sink, settings.options.recent) == (None, 32, 256)
     codec = settings.codec(5, num_kv_heads=3, head_size=64)
     assert codec.key_encode.shape == (3, 64, 64)
+
+
+@pytest.mark.parametrize("source", ["artifact", "hadamard"])
+def test_the_loaders_defaults_do_not_reach_the_codec(source):
+    """vLLM makes a model with its dtype and device as torch's defaults; the meta device stands in for a GPU."""
+    artifact = Artifact(layers={0: random_spectral(2, 64, 4)}, geometry=GEOMETRY, model="m")
+    settings = EngineSettings(OscarConfig().resolved(), artifact if source == "artifact" else None)
+    expected = settings.codec(0, num_kv_heads=1, head_size=64, tp_size=2, tp_rank=1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            codec = settings.codec(0, num_kv_heads=1, head_size=64, tp_size=2, tp_rank=1)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (name, tensor), (_, plain) in zip(codec.tensors(), expected.tensors(), strict=True):
+        assert tensor.dtype == (torch.int32 if name in ("key_levels", "key_digit") else torch.float32), name
+        assert torch.equal(tensor, plain), name
