@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from oscar_vllm.cache_spec import DTYPE, WINDOW_SUFFIX, SinkWindowSpec, history_layout
 from oscar_vllm.errors import OscarUnsupportedError
 from oscar_vllm.rotation import EngineSettings, engine_settings
+from oscar_vllm.self_test import LayerKernels, self_test_once
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
@@ -305,6 +306,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.max_query_len = 1 + vllm_config.num_speculative_tokens
         self.codec: LayerCodec
+        self.loaded_codec: LayerCodec
         self.window_name: str
         self.workspace: DecodeWorkspace
 
@@ -317,7 +319,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """
         owner = self.kv_sharing_target_layer_name or layer_name
         self.window_name = owner + WINDOW_SUFFIX
-        self.codec = self.settings.codec(
+        self.codec = self.loaded_codec = self.settings.codec(
             extract_layer_index(owner),
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -326,11 +328,35 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        self.codec = self.codec.to(current_platform.device_type)
+        """Bring the codec to the device, also when weights are loaded again: a sleep of level 2 loses what lay there.
+
+        CUDA graphs keep reading the tensors of the first time.
+        """
+        if self.codec is self.loaded_codec:
+            self.codec = self.loaded_codec.to(current_platform.device_type)
+        for (_, tensor), (_, loaded) in zip(self.codec.tensors(), self.loaded_codec.tensors(), strict=True):
+            tensor.copy_(loaded)
         if self.uses_kernels:
             self.workspace = _decode_workspace(
                 self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.head_size
             )
+            self._self_test(act_dtype)
+
+    def _self_test(self, dtype: torch.dtype) -> None:
+        """Refuse to serve with kernels that are wrong on this device."""
+        assert isinstance(self.layout, PageLayout)
+        kernels = LayerKernels(
+            codec=self.codec,
+            layout=self.layout,
+            num_query_heads=self.num_heads,
+            scale=self.scale,
+            sink=self.settings.sink,
+            recent=self.settings.recent,
+            prefill=self.settings.options.prefill,
+            dtype=dtype,
+            max_query_len=self.max_query_len,
+        )
+        self_test_once(kernels, torch.device(current_platform.device_type, torch.cuda.current_device()))
 
     def _batch(self, kv_cache: torch.Tensor, metadata: OscarMetadata, requests: slice = slice(None)) -> dict[str, Any]:
         """Arguments that demote and attend share, for some of the batch's requests."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three ways a run can be refused. Each is also the builtin a caller would expect.
+"""The ways a run can be refused. Each is also the builtin a caller would expect.
 
 A message is one line: the value that was given, why it does not work, what to do instead.
 """
@@ -15,3 +15,7 @@ class OscarUnsupportedError(NotImplementedError):
 
 class OscarArtifactError(ValueError):
     """A calibration artifact is missing, damaged, or belongs to another model."""
+
+
+class OscarSelfTestError(RuntimeError):
+    """A kernel does not compute on this device what it must."""

@@ -4,6 +4,7 @@
 FlashAttention does not exist on a CPU; a few lines of PyTorch with its interface stand in for it.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -69,6 +70,40 @@ def make_impl(codec, layout, options) -> OscarImpl:
         capability=(9, 0),
     )
     return impl
+
+
+def test_a_codec_lost_in_sleep_comes_back_in_place(monkeypatch):
+    """A sleep of level 2 leaves device memory undefined; weights are loaded again, graphs keep their addresses."""
+    codec, _ = make_codec(HEADS, D, "page")
+    clone = lambda self, device: replace(self, **{name: x.clone() for name, x in self.tensors()})  # noqa: E731
+    monkeypatch.setattr(type(codec), "to", clone)
+    impl = object.__new__(OscarImpl)
+    impl.uses_kernels, impl.codec, impl.loaded_codec = False, codec, codec
+    impl.process_weights_after_loading(torch.bfloat16)
+    first = dict(impl.codec.tensors())
+    for tensor in first.values():
+        tensor.fill_(7)
+    impl.process_weights_after_loading(torch.bfloat16)
+    for name, tensor in impl.codec.tensors():
+        assert tensor is first[name]
+        assert torch.equal(tensor, getattr(codec, name)), name
+
+
+def test_a_layer_with_kernels_tests_itself_once_loaded(monkeypatch):
+    codec, layout = make_codec(HEADS, D, "page")
+    options = OscarConfig(prefill="invariant", sink=SINK, recent=RECENT).resolved()
+    impl = make_impl(codec, layout, options)
+    impl.loaded_codec, impl.max_requests, impl.max_query_len = impl.codec, 8, 4
+    tested = []
+    monkeypatch.setattr(backend, "self_test_once", lambda kernels, device: tested.append((kernels, device)))
+    monkeypatch.setattr(backend, "_decode_workspace", lambda *sizes: sizes)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    impl.process_weights_after_loading(torch.float16)
+    ((kernels, _),) = tested
+    assert kernels.codec is impl.codec
+    assert (kernels.layout, kernels.num_query_heads, kernels.scale) == (layout, HEADS * GROUPS, D**-0.5)
+    assert (kernels.sink, kernels.recent, kernels.prefill) == (SINK, RECENT, "invariant")
+    assert (kernels.dtype, kernels.max_query_len) == (torch.float16, 4)
 
 
 def make_builder(impl, spec) -> OscarMetadataBuilder:

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before an engine serves, its kernels prove themselves on its own GPU, with its own rotations.
+
+A kernel that is wrong on some GPU, driver or geometry answers fluent nonsense with HTTP 200. So once per process and
+shape of layer, after the weights are loaded, random keys and values go through every kernel and every result is
+compared with the reference on the CPU::
+
+    step                  kernels                                   compared with
+    two prompts           append, demote                            window blocks bit by bit, pages code by code
+    27 tokens more        append, attend_prefill, dequantize        `reference.attend`, `reference.dequantize`
+    1 token more          append, demote, schedule + attend_decode  `reference.attend`
+    27 tokens more        append
+    1 token or the drafts append, schedule + attend_decode          `reference.attend`
+
+The first sequence has everything, the second lost its recent tokens as after a prefix hit. The first decoded token
+completes a page; at the second the edge of the recent tokens lies inside a page. It takes a fraction of a second once
+the kernels are compiled, and compiles those that the first requests would wait for.
+
+Keys and queries are drawn in the codec's own coordinates, at the scale it was fitted to, and queries are scaled so that
+logits have a standard deviation of `LOGIT_SPREAD`: a dozen tokens share most of a query's weight, and one token read
+from the wrong place shows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscar_vllm.errors import OscarSelfTestError
+from oscar_vllm.rotation import plain_tensors
+from triton_ops import reference
+from triton_ops.append import append
+from triton_ops.attend_decode import DecodeWorkspace, attend_decode
+from triton_ops.attend_prefill import attend_prefill, far_pages
+from triton_ops.codec import LayerCodec
+from triton_ops.demote import demote
+from triton_ops.dequantize import dequantize
+from triton_ops.layout import PAGE_TOKENS, PageLayout
+from triton_ops.prepare import MAX_INTEGER, prepare_query
+from triton_ops.schedule import DecodeSchedule
+
+WINDOW_BLOCK = 16
+LOGIT_SPREAD = 2.0
+CHUNK = 27
+"""Tokens of the second step: they leave one token to the end of a page."""
+MAX_CODES_APART = 1e-3
+"""Share of a page's codes that may differ: float32 sums round differently where a value lies at a code's edge."""
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """What decides which kernels a layer runs and what they must compute. T tokens, H KV heads, d head size.
+
+    Attributes:
+        codec: the layer's codec on this rank, H heads.
+        layout: its page.
+        num_query_heads: Hq on this rank.
+        scale: softmax scale.
+        sink: tokens kept unquantized at the start.
+        recent: tokens kept unquantized at the end.
+        prefill: ``"exact"`` or ``"invariant"``.
+        dtype: bfloat16 or float16, of queries, keys, values and windows.
+        max_query_len: most tokens of a decode query, 1 without speculation.
+
+    """
+
+    codec: LayerCodec
+    layout: PageLayout
+    num_query_heads: int
+    scale: float
+    sink: int
+    recent: int
+    prefill: reference.Prefill
+    dtype: torch.dtype
+    max_query_len: int = 1
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Equal for layers that run the same compiled kernels."""
+        codec = self.codec
+        quantizers = [(q.kind, q.constant < 1.0) for q in (codec.key_quantizer, codec.value_quantizer)]
+        segments = (self.sink, self.recent, self.prefill, self.max_query_len)
+        return (self.layout, codec.num_kv_heads, self.num_query_heads, self.dtype, *segments, *quantizers)
+
+
+_passed: set[tuple[Any, ...]] = set()
+
+
+def self_test_once(layer: LayerKernels, device: torch.device | str) -> None:
+    """`self_test`, unless a layer of the same shape has passed it on this device in this process."""
+    key = (str(device), *layer.shape)
+    if key not in _passed:
+        self_test(layer, device)
+        _passed.add(key)
+
+
+def self_test(
+    layer: LayerKernels,
+    device: torch.device | str,
+    *,
+    multiprocessors: int | None = None,
+    capability: tuple[int, int] | None = None,
+) -> None:
+    """Run every kernel of the layer on ``device`` and compare with the reference on the CPU.
+
+    Args:
+        layer: what to test.
+        device: where the kernels run; a CPU in Triton's interpreter only.
+        multiprocessors: multiprocessors the decode grid is made for; default: the device's.
+        capability: its compute capability; default: the device's.
+
+    Raises:
+        OscarSelfTestError: a kernel fails or differs from the reference by more than rounding explains.
+
+    """
+    with torch.no_grad(), plain_tensors():
+        test = _SelfTest(layer, torch.device(device))
+        test.write("the prompts", test.advance([0, 0], test.prompt_lengths))
+        step = test.advance(test.prompt_lengths, [CHUNK, CHUNK])
+        test.write("a chunk", step)
+        test.prefill(step)
+        test.dequantize()
+        decoder = test.decoder(multiprocessors=multiprocessors, capability=capability)
+        step = test.advance(test.seq_lens, [1, 1])
+        test.write("a decoded token", step)
+        test.decode(step, decoder, 1)
+        test.write("a second chunk", test.advance(test.seq_lens, [CHUNK, CHUNK]))
+        queries = layer.max_query_len
+        step = test.advance(test.seq_lens, [queries, queries])
+        test.write("decoded tokens", step)
+        test.decode(step, decoder, queries)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Tensors of one step of two requests on the CPU, named as the launchers name them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+
+
+class _SelfTest:
+    """A scratch cache of two sequences, on the CPU for the reference and on the device for the kernels."""
+
+    def __init__(self, layer: LayerKernels, device: torch.device) -> None:
+        self.layer, self.device = layer, device
+        self.codec, self.device_codec = layer.codec.to("cpu"), layer.codec.to(device)
+        self.generator = torch.Generator().manual_seed(0)
+        heads, d = self.codec.num_kv_heads, self.codec.head_size
+        # Both end 28 tokens before the end of a page; the first has three pages that no query reads as recent.
+        behind = -(-layer.recent // PAGE_TOKENS) + 3
+        self.prompt_lengths = [behind * PAGE_TOKENS + PAGE_TOKENS - CHUNK - 1, 4 * PAGE_TOKENS - CHUNK - 1]
+        self.seq_lens = [0, 0]
+        tokens = max(self.prompt_lengths) + PAGE_TOKENS + layer.max_query_len
+        self.page_table = self._blocks(2, tokens // PAGE_TOKENS + 1)
+        self.window_table = self._blocks(2, tokens // WINDOW_BLOCK + 1)
+        block = torch.arange(self.window_table.shape[1])
+        first_recent = (self.prompt_lengths[0] - layer.recent + 1) // WINDOW_BLOCK
+        for table, first in zip(self.window_table, (first_recent, 3 * PAGE_TOKENS // WINDOW_BLOCK), strict=True):
+            table[(block * WINDOW_BLOCK >= layer.sink) & (block < first)] = 0
+        # What nobody wrote is NaN (0xFF bytes). Window blocks are padded to the bytes of a page, as in an engine.
+        page_bytes = heads * layer.layout.page_bytes
+        self.pages = torch.full((self.page_table.numel() + 1, page_bytes), 255, dtype=torch.uint8)
+        self.windows = torch.full((self.window_table.numel() + 1, page_bytes), 255, dtype=torch.uint8)
+        self.device_pages, self.device_windows = (x.to(device, copy=True) for x in (self.pages, self.windows))
+        # Keys and values share a mean, as trained ones do.
+        self.mean = torch.randn(heads, d, generator=self.generator)
+
+    def _blocks(self, requests: int, count: int) -> Tensor:
+        """[requests, count] int32 block numbers from 1 on in random order."""
+        return (torch.randperm(requests * count, generator=self.generator) + 1).view(requests, count).int()
+
+    def advance(self, before: list[int], new: list[int]) -> _Step:
+        """A step of ``new`` random tokens behind the first ``before`` of both sequences."""
+        layer, codec = self.layer, self.codec
+        heads, d, tokens = codec.num_kv_heads, codec.head_size, sum(new)
+        groups = layer.num_query_heads // heads
+        slots = torch.randn(tokens, heads, d, generator=self.generator)
+        key = torch.einsum("ths,hds->thd", slots, codec.key_query)
+        query = torch.randn(tokens, heads, groups, d, generator=self.generator)
+        query = torch.einsum("thgs,hds->thgd", query, codec.key_encode)
+        spread = torch.einsum("thgd,hdc,uhc->thgu", query[:64], torch.eye(d).expand(heads, d, d), key[:64])
+        query *= LOGIT_SPREAD / layer.scale / spread.square().mean((0, 2, 3)).sqrt()[:, None, None]
+        key += codec.key_mean + self.mean * key.std((0, 2))[:, None]
+        value = torch.randn(tokens, heads, d, generator=self.generator) + codec.value_mean + self.mean
+        position = [torch.arange(b, b + n) for b, n in zip(before, new, strict=True)]
+        block = [table[at // WINDOW_BLOCK].long() for table, at in zip(self.window_table, position, strict=True)]
+        self.seq_lens = [b + n for b, n in zip(before, new, strict=True)]
+        return _Step(
+            query=query.flatten(1, 2).to(layer.dtype),
+            key=key.to(layer.dtype),
+            value=value.to(layer.dtype),
+            slot_mapping=torch.cat(block) * WINDOW_BLOCK + torch.cat(position) % WINDOW_BLOCK,
+            query_start_loc=torch.tensor([0, *new]).cumsum(0).int(),
+            seq_lens=torch.tensor(self.seq_lens).int(),
+        )
+
+    def cache(self, on_device: bool) -> dict[str, Tensor]:
+        """Pages [N, H, page_bytes], windows [N, H, 16, 2 d] and their tables."""
+        heads, d = self.codec.num_kv_heads, self.codec.head_size
+        pages, windows = (self.device_pages, self.device_windows) if on_device else (self.pages, self.windows)
+        windows = windows.view(self.layer.dtype)[:, : heads * WINDOW_BLOCK * 2 * d]
+        where = self.device if on_device else "cpu"
+        return {
+            "pages": pages.view(-1, heads, self.layer.layout.page_bytes),
+            "windows": windows.view(-1, heads, WINDOW_BLOCK, 2 * d),
+            "page_table": self.page_table.to(where),
+            "window_table": self.window_table.to(where),
+        }
+
+    def arguments(self, on_device: bool, step: _Step) -> dict[str, Any]:
+        """Arguments that `demote` and attention share."""
+        where = self.device if on_device else torch.device("cpu")
+        return {
+            **self.cache(on_device),
+            "query_start_loc": step.query_start_loc.to(where),
+            "seq_lens": step.seq_lens.to(where),
+            "codec": self.device_codec if on_device else self.codec,
+            "layout": self.layer.layout,
+            "sink": self.layer.sink,
+        }
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def kernel(self, name: str) -> Iterator[None]:
+        """Runs of one kernel: whatever it raises is reported as the failure of that kernel."""
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise OscarSelfTestError(
+                f"{self._who(name)} could not run: {type(error).__name__}: {reason}; {_WAY_OUT}"
+            ) from error
+
+    def check(self, name: str, what: str, error: Tensor, allowed: Tensor | float) -> None:
+        """Raise unless ``error <= allowed`` everywhere; NaN is an error."""
+        excess = error - allowed
+        if not bool((excess <= 0).all()):
+            worst = int(excess.nan_to_num(nan=torch.inf).argmax())
+            bound = torch.as_tensor(allowed).expand(error.shape).flatten()[worst]
+            raise OscarSelfTestError(
+                f"{self._who(name)} computes wrong results: largest error of {what} {float(error.flatten()[worst]):.3g}"
+                f", at most {float(bound):.3g} is rounding; {_WAY_OUT}"
+            )
+
+    def _who(self, name: str) -> str:
+        device = self.device
+        place = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else "Triton's interpreter"
+        layer = self.layer
+        return (
+            f"start-up self-test on {place}: kernel {name} "
+            f"({layer.num_query_heads} query and {layer.codec.num_kv_heads} KV heads of size {layer.layout.head_size}, "
+            f'zero="{layer.layout.zero}", {str(layer.dtype).removeprefix("torch.")})'
+        )
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def write(self, what: str, step: _Step) -> None:
+        """`append` and `demote` against the reference; afterwards the reference has the kernels' pages, too."""
+        expected = self.arguments(False, step)
+        reference.append(step.key, step.value, slot_mapping=step.slot_mapping, windows=expected["windows"])
+        reference.demote(step.key, step.value, **expected)
+        actual = self.arguments(True, step)
+        key, value = step.key.to(self.device), step.value.to(self.device)
+        sizes: dict[str, Any] = {"num_requests": 2, "max_query_len": int(step.query_start_loc.diff().max())}
+        with self.kernel("append"):
+            slots = step.slot_mapping.to(self.device)
+            append(key=key, value=value, slot_mapping=slots, windows=actual["windows"], num_tokens=key.shape[0])
+            windows = self.device_windows.cpu()
+        self.check("append", f"the window blocks of {what}", (windows != self.windows).float().mean(), 0.0)
+        with self.kernel("demote"):
+            demote(key=key, value=value, num_tokens=key.shape[0], **actual, **sizes)
+            pages = self.device_pages.cpu()
+        self._check_pages(what, step, pages.view(expected["pages"].shape), expected["pages"])
+        self.pages = pages.clone()
+
+    def _check_pages(self, what: str, step: _Step, actual: Tensor, expected: Tensor) -> None:
+        request, page = reference.completed_pages(step.query_start_loc, step.seq_lens)
+        block = self.page_table[request, page].long()
+        others = torch.ones(actual.shape[0], dtype=torch.bool)
+        others[block] = False
+        stray = (actual[others] != expected[others]).float().sum()
+        self.check("demote", f"bytes outside the pages of {what}", stray, 0.0)
+        if not block.numel():
+            return
+        pairs = zip(*(reference.unpack(pages[block], self.layer.layout) for pages in (actual, expected)), strict=True)
+        for (ours, theirs), name, rows in zip(pairs, ("key", "value"), (step.key, step.value), strict=True):
+            apart = (ours.codes != theirs.codes).float().mean((2, 3))
+            self.check("demote", f"the {name} codes of {what} (share that differs)", apart, MAX_CODES_APART)
+            for field in ("scale", "zero", "mean"):
+                a, b = getattr(ours, field), getattr(theirs, field)
+                if b is not None:
+                    # One float16 rounding apart; a zero near 0 carries the absolute error of the projection.
+                    slack = 2.0**-10 * b.float().abs() + 2.0**-20 * rows.float().abs().amax()
+                    self.check("demote", f"the {name} {field}s of {what}", (a.float() - b.float()).abs(), slack)
+
+    def relative(self, step: _Step, output: Tensor) -> Tensor:
+        """[T, Hq] norms of output rows [T, Hq, d] in units of the norm that a value of the head has."""
+        size = step.value.float().norm(dim=-1).square().mean(0).sqrt()
+        return output.norm(dim=-1) / size.repeat_interleave(self.layer.num_query_heads // size.shape[0])
+
+    def expected_attention(self, step: _Step) -> tuple[Tensor, Tensor]:
+        """Output [T, Hq, d] and lse [T, Hq] of the reference over the kernels' own pages."""
+        layer = self.layer
+        rules: dict[str, Any] = {"scale": layer.scale, "recent": layer.recent, "prefill": layer.prefill}
+        return reference.attend(step.query, step.key, step.value, **self.arguments(False, step), **rules)
+
+    def prefill(self, step: _Step) -> None:
+        """`attend_prefill`, in place and without the far pages, merged with the other keys' plain attention."""
+        layer = self.layer
+        expected, expected_lse = self.expected_attention(step)
+        own = self._plain_attention(step, step.key.split(CHUNK), step.value.split(CHUNK))
+        count = far_pages(step.seq_lens - step.query_start_loc.diff(), layer.recent)
+        far = self._plain_attention(step, *zip(*map(self._far_rows, range(2), count.tolist()), strict=True))
+        rounding = self._prefill_noise(step)
+        for near_only in (False, True):
+            out = torch.full(step.query.shape, torch.nan, dtype=layer.dtype, device=self.device)
+            with self.kernel("attend_prefill"):
+                out, lse = attend_prefill(
+                    query=step.query.to(self.device),
+                    **self.arguments(True, step),
+                    scale=layer.scale,
+                    recent=layer.recent,
+                    num_tokens=step.query.shape[0],
+                    num_requests=2,
+                    prefill=layer.prefill,
+                    near_only=near_only,
+                    out=out,
+                )
+                out, lse = out.cpu().float(), lse.cpu().T
+            parts = [(out, lse), own, far] if near_only else [(out, lse), own]
+            merged, merged_lse = reference.merge(*(torch.stack(part) for part in zip(*parts, strict=True)))
+            # Beside the logits, probabilities and dequantized values are rounded to float16, the partial to the dtype.
+            stored = torch.finfo(layer.dtype).eps * (lse - merged_lse).exp() * self.relative(step, out)
+            error = self.relative(step, merged - expected)
+            self.check("attend_prefill", "an output", error, 2 * rounding + 2.0**-10 + stored)
+            self.check("attend_prefill", "a log-sum-exp", (merged_lse - expected_lse).abs(), rounding + 1e-4)
+
+    def _far_rows(self, request: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [128 * count, H, d] float32 of a sequence's first pages, sink tokens as they were."""
+        cache, d, sink = self.cache(False), self.codec.head_size, min(self.layer.sink, count * PAGE_TOKENS)
+        page = cache["pages"][self.page_table[request, :count].long()]
+        key, value = reference.dequantize(page, codec=self.codec, layout=self.layer.layout)
+        token = torch.arange(sink)
+        plain = cache["windows"][self.window_table[request, token // WINDOW_BLOCK].long(), :, token % WINDOW_BLOCK]
+        rows = key.flatten(0, 1), value.flatten(0, 1)
+        rows[0][:sink], rows[1][:sink] = plain[..., :d].float(), plain[..., d:].float()
+        return rows
+
+    def _plain_attention(self, step: _Step, keys: Any, values: Any) -> tuple[Tensor, Tensor]:
+        """Softmax over some keys of each request, causal if they are the step's: [T, Hq, d] and [T, Hq]."""
+        outs, lses = [], []
+        for (begin, end), key, value in zip(pairwise(step.query_start_loc.tolist()), keys, values, strict=True):
+            groups = self.layer.num_query_heads // self.codec.num_kv_heads
+            key, value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
+            logits = torch.einsum("nhd,thd->hnt", step.query[begin:end].float(), key) * self.layer.scale
+            if key.shape[0] == end - begin:
+                logits.masked_fill_(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+            outs.append(torch.einsum("hnt,thd->nhd", logits.softmax(-1), value))
+            lses.append(logits.logsumexp(-1).T)
+        return torch.cat(outs), torch.cat(lses)
+
+    def dequantize(self) -> None:
+        """`dequantize` of all complete pages."""
+        layer, codec, d = self.layer, self.codec, self.codec.head_size
+        span = max(self.seq_lens) // PAGE_TOKENS
+        buffers = torch.zeros(2, 2 * span, PAGE_TOKENS, codec.num_kv_heads, d, dtype=layer.dtype, device=self.device)
+        counts = [length // PAGE_TOKENS for length in self.seq_lens]
+        with self.kernel("dequantize"):
+            dequantize(
+                **self.cache(True),
+                num_pages=torch.tensor(counts, dtype=torch.int32, device=self.device),
+                first_page=0,
+                span=span,
+                codec=self.device_codec,
+                layout=layer.layout,
+                sink=layer.sink,
+                key=buffers[0],
+                value=buffers[1],
+            )
+            written = buffers.cpu().float()
+        matrices = codec.key_query, codec.value_rotation
+        for request, count in enumerate(counts):
+            page = self.cache(False)["pages"][self.page_table[request, :count].long()]
+            encoded = reference.unpack(page, layer.layout)
+            for name, expected, actual, part, matrix in zip(
+                ("key", "value"), self._far_rows(request, count), written, encoded, matrices, strict=True
+            ):
+                # tf32 keeps 11 bits of both factors of a product.
+                size = (part.rows().abs() @ matrix.abs().transpose(1, 2)).transpose(1, 2).flatten(0, 1)
+                allowed = 2.0**-10 * size + torch.finfo(layer.dtype).eps * expected.abs() + 1e-6
+                error = (actual[request * span : request * span + count].flatten(0, 1) - expected).abs()
+                self.check("dequantize", f"a {name}", error, allowed)
+
+    def decoder(
+        self, *, multiprocessors: int | None, capability: tuple[int, int] | None
+    ) -> tuple[DecodeWorkspace, DecodeSchedule]:
+        """Scratch memory of the decode kernels for two requests."""
+        with self.kernel("attend_decode"):
+            workspace = DecodeWorkspace.allocate(
+                max_requests=2,
+                max_query_len=self.layer.max_query_len,
+                num_query_heads=self.layer.num_query_heads,
+                num_kv_heads=self.codec.num_kv_heads,
+                head_size=self.codec.head_size,
+                device=self.device,
+                multiprocessors=multiprocessors,
+                capability=capability,
+            )
+            processors = workspace.multiprocessors
+            return workspace, DecodeSchedule.allocate(max_requests=2, multiprocessors=processors, device=self.device)
+
+    def decode(self, step: _Step, decoder: tuple[DecodeWorkspace, DecodeSchedule], queries: int) -> None:
+        """`DecodeSchedule.update`, `prepare_query` and `attend_decode`, with an output in float32 and in the dtype."""
+        layer = self.layer
+        workspace, schedule = decoder
+        query, batch = step.query.to(self.device), self.arguments(True, step)
+        heads, d = self.codec.num_kv_heads, self.codec.head_size
+        metadata = {name: batch[name] for name in ("query_start_loc", "seq_lens")}
+        exact = torch.full(query.shape, torch.nan, dtype=torch.float32, device=self.device)
+        served = torch.full_like(query, torch.nan)
+        lse = torch.full(query.shape[1::-1], torch.nan, dtype=torch.float32, device=self.device)
+        with self.kernel("attend_decode"):
+            grid = workspace.grid(
+                num_requests=2,
+                max_query_len=queries,
+                num_query_heads=layer.num_query_heads,
+                num_kv_heads=heads,
+                head_size=d,
+            )
+            schedule.update(
+                grid=grid,
+                window_table=batch["window_table"],
+                window_block_size=WINDOW_BLOCK,
+                sink=layer.sink,
+                recent=layer.recent,
+                **metadata,
+            )
+            for output, output_lse in ((exact, lse), (served, None)):
+                prepare_query(
+                    query=query,
+                    codec=self.device_codec,
+                    grid=grid,
+                    scale=layer.scale,
+                    prepared=workspace.prepared,
+                    **metadata,
+                )
+                attend_decode(
+                    query=query,
+                    **batch,
+                    scale=layer.scale,
+                    recent=layer.recent,
+                    schedule=schedule,
+                    workspace=workspace,
+                    output=output,
+                    lse=output_lse,
+                )
+            exact, served, lse = exact.cpu(), served.cpu().float(), lse.cpu().T
+        expected, expected_lse = self.expected_attention(step)
+        noise = 4 * self._decode_noise(step)
+        # 14-bit probabilities beside the rounding of logits.
+        self.check("attend_decode", "an output", self.relative(step, exact - expected), 2.0**-10 + noise)
+        self.check("attend_decode", "a log-sum-exp", (lse - expected_lse).abs(), 2.0**-12 + noise)
+        rounding = torch.finfo(layer.dtype).eps * exact.abs() + 1e-6
+        self.check("attend_decode", "a rounded output", (served - exact).abs(), rounding)
+
+    # ---- rounding of logits ----------------------------------------------------------------------------------------
+
+    def _slot_weights(self, step: _Step) -> tuple[Tensor, Tensor]:
+        """Slot weights [T, H, G, d] of the queries and rows [H, tokens, d] of all pages written so far."""
+        query = step.query.float().unflatten(1, (self.codec.num_kv_heads, -1))
+        written = [self.page_table[r, : n // PAGE_TOKENS].long() for r, n in enumerate(self.seq_lens)]
+        keys, _ = reference.unpack(self.cache(False)["pages"][torch.cat(written)], self.layer.layout)
+        weights = torch.einsum("thgd,hds->thgs", query, self.codec.key_query) * self.layer.scale
+        return weights, keys.rows().transpose(0, 1).flatten(1, 2)
+
+    def _decode_noise(self, step: _Step) -> Tensor:
+        """[T, Hq] root mean square error that 16-bit slot weights leave in a logit: uniform rounding times rows."""
+        weights, rows = self._slot_weights(step)
+        plane = torch.where(torch.arange(weights.shape[-1]) // 32 % 2 == 1, 4.0, 1.0)
+        unit = (weights.abs() / plane).amax(-1) / MAX_INTEGER
+        largest = (rows.square() * plane.square()).sum(-1).mean(1).sqrt()  # [H]
+        return (unit * largest[:, None] / 12**0.5).flatten(1)
+
+    def _prefill_noise(self, step: _Step) -> Tensor:
+        """[T, Hq] how far rounding weights and rows to float16 moves a logit.
+
+        Over the slots of a token such errors add like a random walk (four standard deviations are allowed), except that
+        slots with equal codes share the rounding of their row's scale, which is relative to the logit.
+        """
+        weights, rows = self._slot_weights(step)
+        logit = torch.einsum("thgs,hns->thgn", weights, rows).abs()
+        walk = torch.einsum("thgs,hns->thgn", weights.square(), rows.square()).sqrt()
+        return 2.0**-11 * (logit + 4 * walk).amax(-1).flatten(1)
+
+
+_WAY_OUT = (
+    "not served. Use --kv-cache-dtype auto, or the PyTorch reference, slow, with --enforce-eager and "
+    """--additional-config '{"oscar": {"ops": "reference"}}'; please report this with the output of """
+    "`python -m oscar_vllm doctor`"
+)

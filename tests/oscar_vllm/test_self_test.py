@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up self-test in Triton's interpreter: right kernels pass, wrong ones are named."""
+
+import re
+
+import pytest
+import torch
+
+from oscar_vllm import self_test as module
+from oscar_vllm.errors import OscarSelfTestError
+from oscar_vllm.self_test import LayerKernels, self_test, self_test_once
+from tests.triton_ops.step_cases import INTERPRETED
+from tests.triton_ops.test_attend_decode import make_codec
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+GRID = {"multiprocessors": 4, "capability": (9, 0)} if INTERPRETED else {}
+
+
+def layer(kind: str = "page", *, heads: int = 1, groups: int = 2, d: int = 64, queries: int = 1, **options):
+    codec, layout = make_codec(heads, d, kind)
+    given = {"sink": 64, "recent": 128, "prefill": "exact", "dtype": torch.bfloat16} | options
+    return LayerKernels(codec, layout, heads * groups, d**-0.5, max_query_len=queries, **given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "spectral", "queries": 4, "sink": 0},
+        {"kind": "token", "groups": 3, "prefill": "invariant", "dtype": torch.float16, "recent": 144},
+    ],
+    ids=["spectral", "token"],
+)
+def test_right_kernels_pass_whatever_the_loader_set(options):
+    """vLLM loads weights with the model's dtype as torch's default; the global random state is not touched."""
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        self_test(layer(**options), DEVICE, **GRID)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def off_by_one_window(original):
+    """A kernel that reads 16 tokens as recent that it should read from pages."""
+    return lambda **arguments: original(**arguments | {"recent": arguments["recent"] + 16})
+
+
+def one_token_lost(original):
+    """A writer that leaves out the last token."""
+    return lambda **arguments: original(**arguments | {"num_tokens": arguments["num_tokens"] - 1})
+
+
+def swapped(original):
+    """A writer that takes keys for values."""
+    return lambda **arguments: original(**arguments | {"key": arguments["value"], "value": arguments["key"]})
+
+
+def no_sink(original):
+    """Sink tokens count as history."""
+    return lambda **arguments: original(**arguments | {"sink": 0})
+
+
+def wrong_scale(original):
+    """Logits 1 % too large."""
+    return lambda **arguments: original(**arguments | {"scale": 1.01 * arguments["scale"]})
+
+
+def crashes(original):
+    def kernel(**arguments):
+        raise RuntimeError("device kernel image is invalid\nsecond line")
+
+    return kernel
+
+
+WRONG = {
+    "append-lost": ("append", one_token_lost, "append.*wrong results.*window blocks of the prompts"),
+    "demote-swapped": ("demote", swapped, "demote.*wrong results.*key codes of the prompts"),
+    "demote-sink": ("demote", no_sink, "demote.*wrong results"),
+    "prefill-window": ("attend_prefill", off_by_one_window, "attend_prefill.*wrong results.*an output"),
+    "dequantize-sink": ("dequantize", no_sink, "dequantize.*wrong results.*a key"),
+    "decode-window": ("attend_decode", off_by_one_window, "attend_decode.*wrong results.*an output"),
+    "decode-scale": ("prepare_query", wrong_scale, "attend_decode.*wrong results.*an output"),
+    "decode-crash": ("attend_decode", crashes, "attend_decode.*could not run: RuntimeError: device kernel image"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_kernel_is_named(monkeypatch, case):
+    name, wrong, message = WRONG[case]
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    with pytest.raises(OscarSelfTestError) as caught:
+        self_test(layer(), DEVICE, **GRID)
+    text = str(caught.value)
+    assert re.search(message, text), text
+    assert "\n" not in text
+    for part in ("start-up self-test on ", "2 query and 1 KV heads of size 64", "not served", "doctor"):
+        assert part in text
+
+
+def test_nan_is_an_error(monkeypatch):
+    original = module.attend_decode
+
+    def kernel(**arguments):
+        original(**arguments)
+        arguments["output"][0, 0, 0] = torch.nan
+
+    monkeypatch.setattr(module, "attend_decode", kernel)
+    with pytest.raises(OscarSelfTestError, match="largest error of an output nan"):
+        self_test(layer(), DEVICE, **GRID)
+
+
+def test_layers_of_one_shape_are_tested_once(monkeypatch):
+    tested = []
+    monkeypatch.setattr(module, "self_test", lambda layer, device: tested.append((layer.shape, device)))
+    monkeypatch.setattr(module, "_passed", set())
+    for candidate in (layer(), layer(), layer("spectral"), layer(groups=4), layer("token")):
+        self_test_once(candidate, "cuda:0")
+    assert len(tested) == 3  # a spectral codec of the same geometry runs the same kernels
+    self_test_once(layer(), "cuda:1")
+    assert len(tested) == 4
+
+
+def test_a_failure_is_not_remembered_as_passed(monkeypatch):
+    def fails(layer, device):
+        raise OscarSelfTestError("no")
+
+    monkeypatch.setattr(module, "self_test", fails)
+    monkeypatch.setattr(module, "_passed", set())
+    for _ in range(2):
+        with pytest.raises(OscarSelfTestError):
+            self_test_once(layer(), "cuda:0")
