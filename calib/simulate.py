@@ -5,7 +5,7 @@ A query at position q reads tokens t with sink <= t <= q - recent from INT2 page
 decodes them) and all others exactly. A history token's page is always complete because recent >= 128.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,15 @@ def quantized_values(value: Tensor, codec: LayerCodec) -> Tensor:
     return _replace_pages(value, decode_values(encode_values(_pages(value), codec), codec))
 
 
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A cache's effect on one sequence: exact keys and values [H, T, d] -> float32 ones as a query would find them."""
+
+
+def page_store(codec: LayerCodec, sink: int) -> Store:
+    """The store of INT2 pages."""
+    return lambda key, value: (quantized_keys(key, codec, sink), quantized_values(value, codec))
+
+
 def grouped_logits(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
     """[H, G, n, T] float32 scaled (and capped) logits of ``query`` [Hq, n, d] and ``key`` [H, T, d]."""
     query = rearrange(query.float(), "(h g) n d -> h g n d", h=key.shape[0])
@@ -65,16 +74,14 @@ def grouped_logits(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
     return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
 
 
-def segmented_attention(call: AttentionCall, codec: LayerCodec | None, segments: Segments) -> Tensor:
-    """Attention output [B, Hq, T, d] of a layer whose history is read from pages, in the model's dtype.
+def segmented_attention(call: AttentionCall, store: Store | None, segments: Segments) -> Tensor:
+    """Attention output [B, Hq, T, d] of a layer whose history is read from ``store``, in the model's dtype.
 
-    Without a codec pages hold keys and values exactly, which leaves only this function's own rounding.
+    Without a store history is exact, which leaves only this function's own rounding.
     """
     outputs = []
     for query, key, value in zip(call.query, call.key, call.value, strict=True):
-        stored = key, value
-        if codec is not None:
-            stored = quantized_keys(key, codec, segments.sink), quantized_values(value, codec)
+        stored = (key, value) if store is None else store(key, value)
         tokens = torch.arange(key.shape[1], device=key.device)
         blocks = [_attend_block(call, query, key, value, stored, block, segments) for block in tokens.split(_QUERIES)]
         outputs.append(torch.cat(blocks, 1))
@@ -129,4 +136,4 @@ class QuantizedCache:
         device = call.query.device
         if codec.key_mean.device != device:
             codec = self.codecs[call.layer] = codec.to(device)
-        return segmented_attention(call, codec, self.segments)
+        return segmented_attention(call, page_store(codec, self.segments.sink), self.segments)

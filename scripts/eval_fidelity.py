@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far does a quantized cache move a model? Teacher-forced, inside transformers, with the server's own ops.
+"""How far does a quantized cache move a model? Teacher-forced, on a CPU or a GPU.
 
     python scripts/eval_fidelity.py --model MODEL --artifact default=DIR --artifact reference=DIR
 
 Every configuration reads the same texts with the same BF16 segments: a query at position q reads tokens
 sink <= t <= q - recent from quantized pages and the rest exactly. Compared with the unquantized model at every
 position behind the first page of history: KL divergence of the next-token distribution (nats), agreement of the top
-token, perplexity. The default text is Python's own manual (`pydoc_data.topics`), which calibration does not use.
+token, perplexity. Standard errors are over blocks of 64 positions.
 
 Built-in configurations: ``bf16`` (the unquantized model), ``float`` (the same path with exact pages: its KL is
 the harness's own rounding), ``naive`` (INT2 without rotation or clipping), ``hadamard`` (Hadamard rotation, clip 0.96
-and 0.92). ``--artifact NAME=DIR`` adds a calibrated one.
+and 0.92), and those of fidelity_baselines.py. ``--artifact NAME=DIR`` adds a calibrated one.
+
+Texts that calibration does not use: ``manual`` (Python's own manual, `pydoc_data.topics`), ``code`` (modules of
+Python's standard library), a UTF-8 file, or a folder of HTML pages.
+
+``--engine transformers`` quantizes inside transformers' attention function with the server's own reference ops;
+``--engine vllm`` scores the same windows in vLLM through the plugin (prefill "invariant", one engine process per
+configuration), for the configurations that the plugin serves. ``--layers`` adds each layer's own errors
+(fidelity_layers.py), ``--retrieval`` finds needles instead of scoring text (fidelity_retrieval.py).
 """
 
 import argparse
 import csv
 import math
 import platform
+import re
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,86 +41,178 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import fidelity_engine
+import fidelity_layers
+import fidelity_retrieval
+from fidelity_baselines import BASELINES, bits_per_element
+
 from calib.capture import AttentionCall, intercept_attention
-from calib.simulate import QuantizedCache, Segments, segmented_attention
-from oscar_vllm.artifact import Artifact, model_geometry
+from calib.simulate import Segments, Store, page_store, segmented_attention
+from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
 from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec
+from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 FIELDS = (
     "model", "configuration", "text", "windows", "tokens", "sink", "recent", "positions", "kl", "kl_stderr", "top1",
-    "perplexity", "seconds", "commit", "versions", "command",
+    "perplexity", "seconds", "commit", "versions", "command", "bits", "perplexity_change", "change_stderr", "engine",
 )  # fmt: skip
+
+BLOCK = 64
+"""Positions in a block of the standard errors."""
+
+CODE_MODULES = ("argparse", "tarfile", "shutil", "subprocess", "typing", "zipfile", "ast", "configparser")
+"""Modules of the standard library in the text ``code``."""
 
 
 @dataclass(frozen=True)
-class Score:
-    """Figures of one configuration: means over positions; ``kl_stderr`` over windows."""
+class Configuration:
+    """A cache to evaluate.
 
-    kl: float
-    kl_stderr: float
-    top1: float
-    perplexity: float
-    positions: int
-    seconds: float
+    Attributes:
+        bits: stored bits per key or value element of history, scales and means included.
+        store: layer index -> what history looks like after the cache, None where it stays exact; None: plain attention.
+        engine: arguments of vLLM's ``LLM`` that serve it; None: not served.
+
+    """
+
+    bits: float
+    store: Callable[[int], Store | None] | None
+    engine: dict[str, Any] | None = None
+
+    def attention(self, segments: Segments) -> Callable[[AttentionCall], Tensor]:
+        """The handler for `intercept_attention`."""
+        store = self.store
+        if store is None:
+            return lambda call: call.attend()
+        return lambda call: segmented_attention(call, store(call.layer), segments)
 
 
-Attention = Callable[[AttentionCall], Tensor]
-
-
-def rotated(rotation: Tensor, layers: int, heads: int, key_clip: float, value_clip: float) -> dict[int, LayerCodec]:
-    """One rotation [d, d] for every layer and head, token zeros, the reference's quantizer."""
+def rotated(rotation: Tensor, heads: int, key_clip: float, value_clip: float) -> LayerCodec:
+    """One rotation [d, d] for every head, token zeros, the reference's quantizer."""
     matrices = rotation.expand(heads, *rotation.shape)
-    codec = rotation_codec(
+    return rotation_codec(
         matrices,
         matrices,
         zero="token",
         key_quantizer=Quantizer("minmax", key_clip),
         value_quantizer=Quantizer("minmax", value_clip),
     )
-    return dict.fromkeys(range(layers), codec)
 
 
-def exact_attention(call: AttentionCall) -> Tensor:
-    """The unquantized model."""
-    return call.attend()
+def _pages(codecs: dict[int, LayerCodec], segments: Segments, oscar: dict[str, Any] | None) -> Configuration:
+    """A cache of INT2 pages; ``oscar``: the plugin's options that serve it."""
+    codec = next(iter(codecs.values()))
+    layout = PageLayout(codec.head_size, codec.zero)
+    moved: dict[int, LayerCodec] = {}
+
+    def store(layer: int) -> Store | None:
+        if layer not in codecs:
+            return None
+
+        def stored(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            if layer not in moved:
+                moved[layer] = codecs[layer].to(key.device)
+            return page_store(moved[layer], segments.sink)(key, value)
+
+        return stored
+
+    engine = None
+    if oscar is not None:
+        options = {"sink": segments.sink, "recent": segments.recent, "prefill": "invariant", **oscar}
+        engine = {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": options}}
+    return Configuration(layout.page_bytes * 8 / (2 * PAGE_TOKENS * codec.head_size), store, engine)
 
 
-def configurations(
-    names: list[str], artifacts: dict[str, Artifact], config: Any, segments: Segments
-) -> dict[str, Attention]:
-    """Name -> attention handler, in the order asked for."""
+def configurations(names: list[str], artifacts: dict[str, Path], config: Any, segments: Segments) -> dict[str, Any]:
+    """Name -> `Configuration`, in the order asked for; ``artifacts``: name -> folder.
+
+    Raises:
+        SystemExit: a name is unknown.
+        OscarArtifactError: an artifact is unreadable or of another model.
+
+    """
     geometry = model_geometry(config)
     size, layers, heads = geometry["head_size"], geometry["num_hidden_layers"], geometry["num_key_value_heads"]
-    builtin: dict[str, Callable[[], Attention]] = {
-        "bf16": lambda: exact_attention,
-        "float": lambda: lambda call: segmented_attention(call, None, segments),
-        "naive": lambda: QuantizedCache(
-            rotated(torch.eye(size, dtype=torch.float64), layers, heads, 1.0, 1.0), segments
-        ),
-        "hadamard": lambda: QuantizedCache(rotated(hadamard(size), layers, heads, 0.96, 0.92), segments),
+
+    def every_layer(codec: LayerCodec) -> Configuration:
+        return _pages(dict.fromkeys(range(layers), codec), segments, None)
+
+    builtin: dict[str, Callable[[], Configuration]] = {
+        "bf16": lambda: Configuration(16, None, {}),
+        "float": lambda: Configuration(16, lambda layer: None),
+        "naive": lambda: every_layer(rotated(torch.eye(size, dtype=torch.float64), heads, 1.0, 1.0)),
+        "hadamard": lambda: every_layer(rotated(hadamard(size), heads, 0.96, 0.92)),
+        "uncalibrated": lambda: _pages(hadamard_codecs(layers, heads, size), segments, {"rotation": "hadamard"}),
     }
-    chosen: dict[str, Attention] = {}
+
+    def baseline(name: str) -> Configuration:
+        return Configuration(bits_per_element(name, size), lambda layer: BASELINES[name])
+
+    builtin |= {name: partial(baseline, name) for name in BASELINES}
+    chosen: dict[str, Configuration] = {}
     for name in names:
         if name not in builtin:
             raise SystemExit(f"configuration {name!r} is unknown; use {', '.join(builtin)} or --artifact NAME=DIR")
         chosen[name] = builtin[name]()
-    for name, artifact in artifacts.items():
+    for name, folder in artifacts.items():
+        artifact = Artifact.load(folder)
         artifact.check_model(config)
-        chosen[name] = QuantizedCache(artifact.layers, segments)
+        chosen[name] = _pages(artifact.layers, segments, {"artifact": str(Path(folder).resolve())})
     return chosen
 
 
-def read_text(paths: list[Path]) -> tuple[str, str]:
-    """(name, text) of the evaluation text."""
-    if paths:
-        return "+".join(path.name for path in paths), "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
-    from pydoc_data.topics import topics
+# ------------------------------------------------------------------------------------------------ text
 
-    return "pydoc_data.topics", "\n\n".join(topics[key] for key in sorted(topics))
+
+class _HtmlText(HTMLParser):
+    """The text of an HTML page; block elements end a line."""
+
+    _BLOCKS = frozenset(("p", "div", "li", "pre", "h1", "h2", "h3", "h4", "tr", "dt", "dd", "br", "table"))
+    _HIDDEN = frozenset(("script", "style", "head"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.hidden += tag in self._HIDDEN
+        if tag in self._BLOCKS:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.hidden -= tag in self._HIDDEN
+        if tag in self._BLOCKS:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self.hidden:
+            self.parts.append(data)
+
+
+def _html_text(page: Path) -> str:
+    parser = _HtmlText()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return re.sub(r"\n\s*\n+", "\n\n", "".join(parser.parts)).strip()
+
+
+def read_text(name: str) -> str:
+    """The evaluation text of that name: see the module."""
+    if name == "manual":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[key] for key in sorted(topics))
+    if name == "code":
+        library = Path(sysconfig.get_path("stdlib"))
+        return "\n\n".join((library / f"{module}.py").read_text(encoding="utf-8") for module in CODE_MODULES)
+    path = Path(name)
+    if path.is_dir():
+        return "\n\n".join(_html_text(page) for page in sorted(path.glob("*.html")))
+    return path.read_text(encoding="utf-8")
 
 
 def evaluation_windows(text: str, tokenizer: Any, count: int, length: int) -> list[Tensor]:
@@ -120,6 +224,67 @@ def evaluation_windows(text: str, tokenizer: Any, count: int, length: int) -> li
     return [tokens[start : start + length] for start in starts]
 
 
+# ------------------------------------------------------------------------------------------------ scores
+
+
+@dataclass
+class Score:
+    """Sums over positions, window by window.
+
+    Attributes:
+        kl: KL divergence from the exact model, nats; top1: 1 where the most likely token is the same; loss: negative
+            log-probability of the text's next token; change: loss minus the exact model's. [n] per window.
+        top1: see kl.
+        loss: see kl.
+        change: see kl.
+        seconds: time spent.
+
+    """
+
+    kl: list[Tensor] = field(default_factory=list)
+    top1: list[Tensor] = field(default_factory=list)
+    loss: list[Tensor] = field(default_factory=list)
+    change: list[Tensor] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, exact: Tensor, actual: Tensor, following: Tensor) -> None:
+        """One window: log-probabilities [n, vocabulary] of the exact and this model, and the tokens [n] that follow."""
+        kl, top1 = [], []
+        for p, q in zip(exact.split(256), actual.split(256), strict=True):
+            kl.append(torch.linalg.vecdot(p.exp(), p - q))
+            top1.append((p.argmax(-1) == q.argmax(-1)).float())
+        self.kl.append(torch.cat(kl).cpu())
+        self.top1.append(torch.cat(top1).cpu())
+        loss, exact_loss = (-x.gather(1, following[:, None])[:, 0].cpu() for x in (actual, exact))
+        self.loss.append(loss)
+        self.change.append(loss - exact_loss)
+
+    def row(self) -> dict[str, float]:
+        """The means by the names of `FIELDS`."""
+        change = float(torch.cat(self.change).mean())
+        return {
+            "positions": sum(len(x) for x in self.kl),
+            "kl": float(torch.cat(self.kl).mean()),
+            "kl_stderr": standard_error(self.kl),
+            "top1": float(torch.cat(self.top1).mean()),
+            "perplexity": math.exp(torch.cat(self.loss).mean()),
+            "perplexity_change": math.exp(change) - 1,
+            "change_stderr": math.exp(change) * standard_error(self.change),
+            "seconds": self.seconds,
+        }
+
+
+def standard_error(values: list[Tensor]) -> float:
+    """Of the mean over positions, from the spread of the means of blocks of `BLOCK` positions."""
+    means = torch.cat([window[: len(window) // BLOCK * BLOCK].view(-1, BLOCK).mean(1) for window in values])
+    return float(means.std() / math.sqrt(len(means)))
+
+
+def first_position(segments: Segments) -> int:
+    """The first position compared: the first page of history is behind it."""
+    return segments.sink + segments.recent + PAGE_TOKENS
+
+
 def log_probabilities(model: PreTrainedModel, window: Tensor, first: int) -> Tensor:
     """[n, vocabulary] float32 log-probabilities of the tokens after positions first, first + 1, …"""
     positions = torch.arange(first, len(window) - 1)
@@ -128,61 +293,80 @@ def log_probabilities(model: PreTrainedModel, window: Tensor, first: int) -> Ten
 
 
 def evaluate(
-    model: PreTrainedModel, windows: list[Tensor], attentions: dict[str, Attention], segments: Segments
+    model: PreTrainedModel, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments
 ) -> dict[str, Score]:
     """Scores by configuration. Window by window, so that one window's exact distribution is kept at a time."""
-    first = segments.sink + segments.recent + 128
-    sums: dict[str, dict[str, list[float]]] = {name: {"kl": [], "top1": [], "loss": [], "s": []} for name in attentions}
+    first = first_position(segments)
+    scores = {name: Score() for name in chosen}
     for window in tqdm(windows, desc="windows", unit="window"):
-        with intercept_attention(model, exact_attention):
+        with intercept_attention(model, lambda call: call.attend()):
             exact = log_probabilities(model, window, first)
-        probability, top = exact.exp(), exact.argmax(-1)
-        negative_entropy = torch.linalg.vecdot(probability, exact)
-        following = window[first + 1 :, None].to(exact.device)
-        for name, attention in attentions.items():
+        following = window[first + 1 :].to(exact.device)
+        for name, configuration in chosen.items():
             start = time.monotonic()
-            with intercept_attention(model, attention):
-                actual = exact if attention is exact_attention else log_probabilities(model, window, first)
-            entry = sums[name]
-            entry["kl"].append(float((negative_entropy - torch.linalg.vecdot(probability, actual)).mean()))
-            entry["top1"].append(float((top == actual.argmax(-1)).float().mean()))
-            entry["loss"].append(float(-actual.gather(1, following).mean()))
-            entry["s"].append(time.monotonic() - start)
-    positions = len(windows) * (len(windows[0]) - 1 - first)
-    return {
-        name: Score(
-            kl=_mean(entry["kl"]),
-            kl_stderr=float(torch.tensor(entry["kl"]).std() / math.sqrt(len(windows))),
-            top1=_mean(entry["top1"]),
-            perplexity=math.exp(_mean(entry["loss"])),
-            positions=positions,
-            seconds=sum(entry["s"]),
-        )
-        for name, entry in sums.items()
-    }
+            with intercept_attention(model, configuration.attention(segments)):
+                actual = exact if configuration.store is None else log_probabilities(model, window, first)
+            scores[name].seconds += time.monotonic() - start
+            scores[name].add(exact, actual, following)
+    return scores
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def evaluate_engine(
+    model: str, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments, dtype: str
+) -> dict[str, Score]:
+    """The same scores from vLLM; the exact model is vLLM's own with its unquantized cache."""
+    unserved = [name for name, configuration in chosen.items() if configuration.engine is None]
+    if unserved:
+        raise SystemExit(f"vLLM does not serve {', '.join(unserved)}; use bf16, uncalibrated and --artifact NAME=DIR")
+    first = first_position(segments)
+    scores = {name: Score() for name in chosen}
+    with fidelity_engine.scored(model, windows, first, dtype, {}) as exact:
+        for name, configuration in chosen.items():
+            start = time.monotonic()
+            with fidelity_engine.scored(model, windows, first, dtype, configuration.engine or {}) as actual:
+                for window, p, q in zip(windows, exact, actual, strict=True):
+                    scores[name].add(torch.from_numpy(p[:]), torch.from_numpy(q[:]), window[first + 1 :])
+            scores[name].seconds = time.monotonic() - start
+    return scores
 
 
-def table(scores: dict[str, Score]) -> str:
+def table(rows: dict[str, dict[str, float]]) -> str:
     """The scores as text."""
-    lines = [f"{'configuration':24s} {'KL':>9s} {'± s.e.':>9s} {'top-1':>8s} {'perplexity':>11s}"]
-    for name, score in scores.items():
-        lines.append(f"{name:24s} {score.kl:9.5f} {score.kl_stderr:9.5f} {score.top1:8.2%} {score.perplexity:11.4f}")
+    head = ("configuration", "bits", "KL", "± s.e.", "top-1", "perplexity", "change", "± s.e.")
+    lines = ["{:24s} {:>5s} {:>9s} {:>9s} {:>8s} {:>11s} {:>8s} {:>7s}".format(*head)]
+    for name, row in rows.items():
+        lines.append(
+            f"{name:24s} {row['bits']:5.2f} {row['kl']:9.5f} {row['kl_stderr']:9.5f} {row['top1']:8.2%} "
+            f"{row['perplexity']:11.4f} {row['perplexity_change']:+8.2%} {row['change_stderr']:7.2%}"
+        )
     return "\n".join(lines)
 
 
-def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows, with a header if the file is new. Rows are never replaced."""
+# ------------------------------------------------------------------------------------------------ files
+
+
+def append_csv(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = FIELDS) -> None:
+    """Add rows, with a header if the file is new. Rows are never replaced.
+
+    Raises:
+        SystemExit: the file has other columns.
+
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
+    if not new:
+        with open(path, newline="", encoding="utf-8") as file:
+            if next(csv.reader(file)) != list(columns):
+                raise SystemExit(f"{path} has other columns; choose another file")
     with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, columns)
         if new:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _commit() -> str:
@@ -191,19 +375,41 @@ def _commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
+def _words(arguments: list[str]) -> Iterator[str]:
+    """The command line for the record: of paths only the last part, of artifacts only the name."""
+    yield "python scripts/eval_fidelity.py"
+    previous = ""
+    for word in arguments:
+        if previous == "--artifact":
+            word = word.partition("=")[0] + "=DIR"
+        elif previous in ("--model", "--text") and "/" in word:
+            word = Path(word).name
+        if previous != "--csv" and word != "--csv":
+            yield word
+        previous = word
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or folder of a transformers model")
     parser.add_argument("--configurations", default="bf16,float,naive,hadamard", help="built-in ones (%(default)s)")
     parser.add_argument("--artifact", action="append", default=[], metavar="NAME=DIR", help="calibrated; repeatable")
-    parser.add_argument("--text", action="append", default=[], type=Path, help="UTF-8 file; repeatable, joined")
+    parser.add_argument("--text", default="manual", help="manual, code, a file or a folder of HTML pages (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1500, help="tokens per window (%(default)s)")
     parser.add_argument("--sink", type=int, default=64, help="BF16 tokens at the start (%(default)s)")
     parser.add_argument("--recent", type=int, default=256, help="BF16 tokens at the end (%(default)s)")
+    parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"), help="(%(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--csv", type=Path, help="append rows to this file")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        help="append rows to this file; those of --layers and --retrieval go to "
+        "files beside it whose names end in _layers and _retrieval",
+    )
+    parser.add_argument("--layers", action="store_true", help="also each layer's attention KL and output error")
+    fidelity_retrieval.add_arguments(parser)
     return parser
 
 
@@ -214,59 +420,58 @@ def main() -> None:
     artifacts = {}
     for item in options.artifact:
         name, _, folder = item.partition("=")
-        artifacts[name] = Artifact.load(folder or name)
+        artifacts[name] = Path(folder or name)
+    config = AutoConfig.from_pretrained(options.model)
+    chosen = configurations([x for x in options.configurations.split(",") if x], artifacts, config, segments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text_name, text = read_text(options.text)
+    shared = {
+        "model": Path(options.model).name,
+        "text": Path(options.text).name,
+        "windows": options.windows,
+        "tokens": options.tokens,
+        "sink": options.sink,
+        "recent": options.recent,
+        "engine": options.engine,
+        "commit": _commit(),
+        "versions": f"python {platform.python_version()} torch {torch.__version__} "
+        f"transformers {version('transformers')} {options.dtype}",
+        "command": " ".join(_words(sys.argv[1:])),
+    }
+    ids = {name: f" ({Artifact.load(folder).artifact_id})" for name, folder in artifacts.items()}
+
+    def record(rows: list[dict[str, Any]], suffix: str, columns: tuple[str, ...]) -> None:
+        if options.csv is not None:
+            path = options.csv.with_name(options.csv.stem + suffix + options.csv.suffix)
+            complete = [shared | row | {"configuration": row["configuration"] + ids.get(row["configuration"], "")}
+                        for row in rows]  # fmt: skip
+            append_csv(path, [{name: row[name] for name in columns} for row in complete], columns)
+
+    def load_model() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
+
+    text = read_text(options.text)
+    if options.retrieval:
+        with torch.inference_mode():
+            found = fidelity_retrieval.evaluate(load_model(), tokenizer, text, chosen, segments, options)
+        print(fidelity_retrieval.table(found))
+        record(found, "_retrieval", fidelity_retrieval.FIELDS)
+        return
     windows = evaluation_windows(text, tokenizer, options.windows, options.tokens)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
-    names = [name for name in options.configurations.split(",") if name]
-    with torch.inference_mode():
-        attentions = configurations(names, artifacts, model.config, segments)
-        scores = evaluate(model, windows, attentions, segments)
-    print(table(scores))
-    if options.csv is not None:
-        command = "python scripts/eval_fidelity.py " + " ".join(
-            f"{flag} {value}"
-            for flag, value in (
-                ("--model", Path(options.model).name),
-                ("--configurations", options.configurations),
-                *(("--artifact", item.partition("=")[0] + "=DIR") for item in options.artifact),
-                *(("--text", path.name) for path in options.text),
-                ("--windows", options.windows),
-                ("--tokens", options.tokens),
-                ("--sink", options.sink),
-                ("--recent", options.recent),
-                ("--dtype", options.dtype),
-            )
-        )
-        libraries = f"torch {torch.__version__} transformers {version('transformers')}"
-        shared = {
-            "model": Path(options.model).name,
-            "text": text_name,
-            "windows": options.windows,
-            "tokens": options.tokens,
-            "sink": options.sink,
-            "recent": options.recent,
-            "commit": _commit(),
-            "versions": f"python {platform.python_version()} {libraries}",
-            "command": command,
-        }
-        append_csv(
-            options.csv,
-            [
-                shared
-                | {
-                    "configuration": name + (f" ({artifacts[name].artifact_id})" if name in artifacts else ""),
-                    "positions": score.positions,
-                    "kl": f"{score.kl:.6f}",
-                    "kl_stderr": f"{score.kl_stderr:.6f}",
-                    "top1": f"{score.top1:.5f}",
-                    "perplexity": f"{score.perplexity:.5f}",
-                    "seconds": f"{score.seconds:.1f}",
-                }
-                for name, score in scores.items()
-            ],
-        )
+    layers = None
+    if options.engine == "vllm":
+        scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype)
+    else:
+        model = load_model()
+        with torch.inference_mode():
+            scores = evaluate(model, windows, chosen, segments)
+            if options.layers:
+                layers = fidelity_layers.measure(model, windows, chosen, segments)
+    rows = {name: {"bits": chosen[name].bits} | score.row() for name, score in scores.items()}
+    print(table(rows))
+    record([{"configuration": name} | row for name, row in rows.items()], "", FIELDS)
+    if layers is not None:
+        print(fidelity_layers.summary(layers, {name: row["kl"] for name, row in rows.items()}))
+        record(fidelity_layers.rows(layers), "_layers", fidelity_layers.FIELDS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from calib.capture import AttentionCall
 from calib.quantizer_search import KEY_CONSTANTS, QUERIES, QuantizerSearch
 from calib.rotation import PRESETS, Recipe, layer_basis
-from calib.simulate import Segments, quantized_keys, quantized_values, segmented_attention
+from calib.simulate import Segments, page_store, quantized_keys, quantized_values, segmented_attention
 from calib.statistics import Statistics
 
 HEADS, GROUP, D, LENGTH = 2, 3, 64, 700
@@ -103,7 +103,9 @@ def test_segmented_attention_equals_masked_full_attention(statistics):
     weights = torch.where(history, stored, exact).masked_fill(token > at, -torch.inf).softmax(-1)
     values = [v.repeat_interleave(GROUP, 0) for v in (quantized_values(value, codec), value)]
     expected = (weights * history) @ values[0] + (weights * ~history) @ values[1]
-    torch.testing.assert_close(segmented_attention(call, codec, SEGMENTS)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        segmented_attention(call, page_store(codec, SEGMENTS.sink), SEGMENTS)[0], expected, rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(segmented_attention(call, None, SEGMENTS), call.attend(), rtol=1e-4, atol=1e-5)
 
 
@@ -127,5 +129,5 @@ def test_segmented_attention_is_the_servers_invariant_rule(statistics):
         seq_lens=torch.tensor([LENGTH]), codec=codec, layout=layout, scale=call.scaling, sink=64, recent=128,
         prefill="invariant",
     )  # fmt: skip
-    actual = segmented_attention(call, codec, SEGMENTS)[0].transpose(0, 1)
+    actual = segmented_attention(call, page_store(codec, SEGMENTS.sink), SEGMENTS)[0].transpose(0, 1)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity harness on a small random model: no error where there is none, and the expected order where there is."""
 
+import argparse
 import csv
-import importlib.util
+import importlib
+import math
+import random
 import sys
 from pathlib import Path
 
@@ -11,20 +14,19 @@ import torch
 
 from calib import PRESETS, calibrate
 from calib.simulate import Segments
-from oscar_vllm.artifact import Artifact
 from oscar_vllm.errors import OscarArtifactError
 from tests.calib.models import ByteTokenizer, random_model
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "eval_fidelity.py"
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 SEGMENTS = Segments(sink=64, recent=128)
+TEXT = "All human beings are born free. "
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("eval_fidelity", SCRIPT)
-    module = sys.modules["eval_fidelity"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module("eval_fidelity")
+    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +35,91 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def artifact(model, tmp_path_factory) -> Artifact:
+def artifact(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("a")
     options = {"num_samples": 3, "held_out": 1, "max_length": 512, "recent": 128, "tokenizer": ByteTokenizer()}
-    return calibrate(model, tmp_path_factory.mktemp("a"), recipe=PRESETS["default"], **options).artifact
+    calibrate(model, folder, recipe=PRESETS["default"], **options)
+    return folder
 
 
 def test_scores_rank_the_configurations(script, model, artifact):
-    windows = script.evaluation_windows("All human beings are born free. " * 60, ByteTokenizer(), 2, 640)
+    windows = script.evaluation_windows(TEXT * 60, ByteTokenizer(), 2, 640)
+    names = ["bf16", "float", "naive", "hadamard", "uncalibrated", "int4_hadamard", "kivi2", "turboquant3"]
     with torch.inference_mode():
-        attentions = script.configurations(
-            ["bf16", "float", "naive", "hadamard"], {"default": artifact}, model.config, SEGMENTS
-        )
-        scores = script.evaluate(model, windows, attentions, SEGMENTS)
-    assert list(scores) == ["bf16", "float", "naive", "hadamard", "default"]
-    assert scores["bf16"].kl == 0.0
-    assert scores["bf16"].top1 == 1.0
-    assert scores["float"].kl == pytest.approx(0.0, abs=1e-6)
-    assert scores["float"].perplexity == pytest.approx(scores["bf16"].perplexity, rel=1e-4)
-    assert 1e-5 < scores["default"].kl < scores["hadamard"].kl
-    assert scores["default"].kl < scores["naive"].kl
-    assert all(score.positions == 2 * (640 - 1 - 320) for score in scores.values())
-    table = script.table(scores).splitlines()
-    assert len(table) == 6
-    assert table[-1].startswith("default")
+        chosen = script.configurations(names, {"default": artifact}, model.config, SEGMENTS)
+        scores = script.evaluate(model, windows, chosen, SEGMENTS)
+        layers = script.fidelity_layers.measure(model, windows, chosen, SEGMENTS)
+    assert list(scores) == [*names, "default"]
+    rows = {name: {"bits": chosen[name].bits} | score.row() for name, score in scores.items()}
+    assert rows["bf16"]["kl"] == 0.0
+    assert rows["bf16"]["top1"] == 1.0
+    assert rows["float"]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert rows["float"]["perplexity"] == pytest.approx(rows["bf16"]["perplexity"], rel=1e-4)
+    assert rows["float"]["perplexity_change"] == pytest.approx(0.0, abs=1e-4)
+    kl = {name: row["kl"] for name, row in rows.items()}
+    assert 1e-5 < kl["default"] < kl["hadamard"]
+    assert kl["default"] < kl["naive"]
+    assert kl["int4_hadamard"] < kl["turboquant3"] < kl["uncalibrated"]
+    assert all(row["positions"] == 2 * (640 - 1 - 320) for row in rows.values())
+    assert [rows[name]["bits"] for name in ("bf16", "naive", "default")] == [16, 2.5, 2.4375]
+    assert len(script.table(rows).splitlines()) == len(names) + 2
+
+    assert set(layers) == {*names, "default"} - {"bf16", "float"}
+    assert layers["default"][0][0] < layers["naive"][0][0]
+    assert "rank correlation" in script.fidelity_layers.summary(layers, kl)
+    assert len(script.fidelity_layers.rows(layers)) == len(layers) * model.config.num_hidden_layers
+
+
+def test_the_change_in_perplexity_and_its_error_are_those_of_known_numbers(script):
+    exact = torch.full((128, 2), 0.5).log()
+    actual = torch.tensor([0.25, 0.75]).log().expand(128, 2)
+    score = script.Score()
+    score.add(exact, actual, torch.zeros(128, dtype=torch.long))
+    score.add(exact, exact, torch.zeros(128, dtype=torch.long))
+    row = score.row()
+    assert row["positions"] == 256
+    assert row["perplexity"] == pytest.approx((2 * 4) ** 0.5)
+    assert row["perplexity_change"] == pytest.approx(2**0.5 - 1)
+    assert row["kl"] == pytest.approx(0.25 * math.log(4 / 3), rel=1e-5)
+    # Four blocks, two with the mean 2 kl and two with zero.
+    assert row["kl_stderr"] == pytest.approx(row["kl"] * (4 / 3) ** 0.5 / 2, rel=1e-5)
+
+
+def test_needles_stand_where_they_should(script):
+    retrieval = script.fidelity_retrieval
+    text = ByteTokenizer()(TEXT * 200, add_special_tokens=False).input_ids
+    shape = {"length": 2000, "depth": 40, "needles": 3}
+    ids, answer = retrieval.prompt(ByteTokenizer(), text, generator=random.Random(1), **shape)
+    words = bytes(ids.tolist()).decode()
+    assert len(ids) == 2000 + answer
+    number = words[-answer:].strip()
+    name = words[:-answer].split()[-2]
+    fact = retrieval.SENTENCE.format(name=name, number=number)
+    assert words.count(fact) == 1
+    assert words.index(fact) == pytest.approx(0.4 * len(words), abs=0.1 * len(words))
+    assert words.count("The secret number of ") == 4
+    again, _ = retrieval.prompt(ByteTokenizer(), text, generator=random.Random(1), **shape)
+    assert torch.equal(ids, again)
+
+
+def test_a_found_needle_counts(script, model, monkeypatch):
+    """A model that always writes the answer finds everything; one that does not finds nothing."""
+    retrieval = script.fidelity_retrieval
+    chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
+    options = argparse.Namespace(lengths=[600], depths=[20, 80], needles=1, trials=2, seed=0)
+    monkeypatch.setattr(retrieval, "found", lambda model, ids, answer: ids[-1] % 2 == 0)
+    rows = retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
+    assert [(row["configuration"], row["depth"]) for row in rows] == [
+        ("bf16", 20), ("hadamard", 20), ("bf16", 80), ("hadamard", 80),
+    ]  # fmt: skip
+    assert rows[0]["found"] == rows[1]["found"]
+    monkeypatch.undo()
+    with torch.inference_mode():
+        window = torch.tensor(ByteTokenizer()(TEXT * 20, add_special_tokens=False).input_ids)
+        greedy = model(window[None]).logits[0, -1].argmax()
+        assert retrieval.found(model, torch.cat([window, greedy[None]]), 1)
+        assert not retrieval.found(model, torch.cat([window, (greedy[None] + 1) % 256]), 1)
+    assert "bf16" in retrieval.table(rows)
 
 
 def test_an_artifact_of_another_model_is_refused(script, artifact):
@@ -64,11 +128,23 @@ def test_an_artifact_of_another_model_is_refused(script, artifact):
         script.configurations([], {"default": artifact}, other.config, SEGMENTS)
 
 
-def test_unknown_configurations_and_short_texts_end_in_one_line(script, model):
+def test_what_cannot_be_evaluated_ends_in_one_line(script, model):
     with pytest.raises(SystemExit, match="configuration 'int3' is unknown; use bf16, float, naive, hadamard"):
         script.configurations(["int3"], {}, model.config, SEGMENTS)
     with pytest.raises(SystemExit, match="the text has 5 tokens, 2 windows of 640 need 1280"):
         script.evaluation_windows("short", ByteTokenizer(), 2, 640)
+    chosen = script.configurations(["bf16", "kivi2"], {}, model.config, SEGMENTS)
+    with pytest.raises(SystemExit, match="vLLM does not serve kivi2"):
+        script.evaluate_engine("model", [], chosen, SEGMENTS, "float32")
+
+
+def test_html_pages_become_text(script, tmp_path):
+    page = (
+        "<html><head><title>no</title></head><body><h1>One</h1><p>Two <b>three</b></p><script>no</script></body></html>"
+    )
+    (tmp_path / "b.html").write_text("<p>last</p>")
+    (tmp_path / "a.html").write_text(page)
+    assert script.read_text(str(tmp_path)) == "One\n\nTwo three\n\nlast"
 
 
 def test_rows_are_added_never_replaced(script, tmp_path):
@@ -78,13 +154,14 @@ def test_rows_are_added_never_replaced(script, tmp_path):
     script.append_csv(path, [row | {"kl": "y"}])
     with open(path, newline="") as file:
         assert [entry["kl"] for entry in csv.DictReader(file)] == ["x", "y"]
+    with pytest.raises(SystemExit, match="has other columns"):
+        script.append_csv(path, [{"layer": 1}], ("layer",))
 
 
 def test_the_default_text_is_none_that_calibration_uses(script):
     from calib.data import load_documents
 
-    name, text = script.read_text([])
-    assert name == "pydoc_data.topics"
-    assert len(text) > 100_000
+    text = script.read_text("manual") + script.read_text("code")
+    assert len(text) > 800_000
     lines = {line.strip() for document in load_documents(None) for line in document.splitlines() if len(line) > 60}
     assert not lines & {line.strip() for line in text.splitlines()}
