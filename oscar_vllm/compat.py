@@ -224,7 +224,7 @@ def attach_window_caches() -> None:
 
 def _attach_window_cache(layer: Any, vllm_config: "VllmConfig") -> None:
     from oscar_vllm.backend import OscarBackend
-    from oscar_vllm.cache_spec import WINDOW_SUFFIX, WindowCache
+    from oscar_vllm.cache_spec import WindowCache
 
     if layer.attn_backend is not OscarBackend:
         raise OscarUnsupportedError(
@@ -236,18 +236,18 @@ def _attach_window_cache(layer: Any, vllm_config: "VllmConfig") -> None:
             f"layer {layer.layer_name} has keys of {layer.head_size} and values of {layer.head_size_v} elements; "
             f"{DTYPE} pages need equal sizes; use --kv-cache-dtype auto"
         )
-    context = vllm_config.compilation_config.static_forward_context
     owner = layer.kv_sharing_target_layer_name
-    if owner is not None and owner + WINDOW_SUFFIX not in context:
+    if owner is not None:
+        # vLLM hands such a layer no keys and values, and the middle of a prefill chunk is in no window block.
         raise OscarUnsupportedError(
-            f"layer {layer.layer_name} reads the cache of {owner}, which is not {DTYPE}; quantize both or neither "
-            "with --kv-cache-dtype-skip-layers"
+            f"layer {layer.layer_name} reads the cache of {owner}, which {DTYPE} does not serve; leave both "
+            "unquantized with --kv-cache-dtype-skip-layers and their layer numbers, or use --kv-cache-dtype auto"
         )
     layer.impl.attach(layer.layer_name)
-    if owner is None:
-        window = WindowCache(layer, layer.impl.settings.options, vllm_config.model_config.dtype)
-        context[window.layer_name] = window
-        context[layer.layer_name] = context.pop(layer.layer_name)
+    window = WindowCache(layer, layer.impl.settings.options, vllm_config.model_config.dtype)
+    context = vllm_config.compilation_config.static_forward_context
+    context[window.layer_name] = window
+    context[layer.layer_name] = context.pop(layer.layer_name)
 
 
 def _put_draft_model_first(vllm_config: "VllmConfig") -> None:
