@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m oscar_vllm inspect DIR``: check an artifact and show what it holds.
+"""``python -m oscar_vllm doctor``: versions, GPU, plugin, a model's settings, self-test; for bug reports.
+``python -m oscar_vllm inspect DIR``: check an artifact and show what it holds.
 ``python -m oscar_vllm import-rotationzoo``: make one from published rotation files.
 """
 
 import argparse
 import json
+import os
 import sys
 
 from oscar_vllm.artifact import Artifact, import_rotationzoo
-from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
+from oscar_vllm.config import OscarConfig
+from oscar_vllm.doctor import ranges, render, report
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
 
 
 def describe(artifact: Artifact) -> str:
@@ -21,7 +25,7 @@ def describe(artifact: Artifact) -> str:
         f"geometry     {geometry['model_type']}, {geometry['num_hidden_layers']} layers, "
         f"{geometry['num_attention_heads']}/{geometry['num_key_value_heads']} heads of size {geometry['head_size']}, "
         f"fingerprint {artifact.fingerprint}",
-        f"layers       {len(artifact.layers)} with INT2 pages: {_ranges(sorted(artifact.layers))}",
+        f"layers       {len(artifact.layers)} with INT2 pages: {ranges(sorted(artifact.layers))}",
         f"key zeros    per {codec.zero}",
         f"segments     sink {artifact.sink}, recent {artifact.recent}",
         f"method       {json.dumps(artifact.method)}",
@@ -40,23 +44,17 @@ def describe(artifact: Artifact) -> str:
     return "\n".join(lines)
 
 
-def _ranges(indices: list[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0, or 1 with one line on stderr when something is refused."""
+    """Run the command line; 0, or 1 when something is refused (one line on stderr) or the doctor finds a problem."""
     parser = argparse.ArgumentParser(
         prog="python -m oscar_vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what a bug report needs: versions, GPU, plugin, model, self-test")
+    doctor.add_argument("--model", help="hub id or folder of a model whose settings to show; no weights are read")
+    doctor.add_argument(
+        "--options", default="{}", help='the "oscar" entry of --additional-config, such as \'{"artifact": "DIR"}\''
+    )
     inspect = commands.add_parser("inspect", help="check an artifact and show what it holds")
     inspect.add_argument("artifact", help="folder or hub id")
     inspect.add_argument("--revision", help="hub revision")
@@ -71,6 +69,12 @@ def main(arguments: list[str] | None = None) -> int:
     zoo.add_argument("--recent", type=int, default=256, help="BF16 tokens at the end (%(default)s)")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "doctor":
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to stdout
+            chosen = OscarConfig.from_options(options.options).to_options()
+            text, well = render(report(options.model, chosen))
+            print(text)
+            return 0 if well else 1
         if options.command == "inspect":
             artifact = Artifact.load(options.artifact, revision=options.revision)
         else:
@@ -87,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
                 recent=options.recent,
             )
             artifact.save(options.output_dir)
-    except (OscarArtifactError, OscarUnsupportedError) as error:
+    except (OscarArtifactError, OscarConfigError, OscarUnsupportedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(describe(artifact))

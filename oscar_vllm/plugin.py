@@ -59,6 +59,7 @@ def prepare(vllm_config: "VllmConfig") -> None:
 
     """
     keep_sliding_window_layers(vllm_config)
+    keep_shared_layers(vllm_config)
     keep_draft_dtype(vllm_config)
     logger.info(validate_vllm_config(vllm_config))
 
@@ -68,6 +69,22 @@ def keep_sliding_window_layers(vllm_config: "VllmConfig") -> None:
     skip = vllm_config.cache_config.kv_cache_dtype_skip_layers
     if _has_sliding_window_layers(vllm_config) and "sliding_window" not in skip:
         vllm_config.cache_config.kv_cache_dtype_skip_layers = [*skip, "sliding_window"]
+
+
+def keep_shared_layers(vllm_config: "VllmConfig") -> None:
+    """Leave a cache that several layers read in the model's dtype (Gemma 3n): the readers get no keys of their own.
+
+    The last layers of such a model read the cache of the last layer of their kind that has one.
+    """
+    text = vllm_config.model_config.hf_text_config
+    kinds = list(getattr(text, "layer_types", None) or ())
+    own = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    readers = range(own, len(kinds))
+    owners = {max(i for i in range(own) if kinds[i] == kind) for kind in set(kinds[own:]) & set(kinds[:own])}
+    skip = vllm_config.cache_config.kv_cache_dtype_skip_layers
+    added = [str(i) for i in sorted(owners | set(readers)) if "sliding" not in kinds[i] and str(i) not in skip]
+    if added:
+        vllm_config.cache_config.kv_cache_dtype_skip_layers = [*skip, *added]
 
 
 def keep_draft_dtype(vllm_config: "VllmConfig") -> None:
@@ -247,12 +264,56 @@ def _has_sliding_window_layers(vllm_config: "VllmConfig") -> bool:
     return any("sliding" in layer_type for layer_type in layer_types)
 
 
-def _quantized_layers(vllm_config: "VllmConfig") -> int:
-    """Layers of the model that will use our dtype."""
-    text = vllm_config.model_config.hf_text_config
+def _quantized_layers(vllm_config: "VllmConfig") -> list[bool]:
+    """For every layer of the model, whether it will use our dtype."""
     skip = set(vllm_config.cache_config.kv_cache_dtype_skip_layers)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    return sum(str(index) not in skip and "sliding" not in kind for index, kind in enumerate(kinds))
+    kinds = _layer_kinds(vllm_config)
+    return [str(index) not in skip and "sliding" not in kind for index, kind in enumerate(kinds)]
+
+
+def _layer_kinds(vllm_config: "VllmConfig") -> list[str]:
+    text = vllm_config.model_config.hf_text_config
+    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+
+
+def engine_config(model: str, additional_config: dict[str, Any]) -> "VllmConfig":
+    """The checked configuration of an engine that would serve ``model``; reads neither weights nor tokenizer.
+
+    Raises:
+        OscarConfigError, OscarUnsupportedError, OscarArtifactError: see :func:`validate_vllm_config`.
+
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=model,
+        kv_cache_dtype=DTYPE,
+        additional_config=additional_config,
+        skip_tokenizer_init=True,
+    )
+    return arguments.create_engine_config()
+
+
+def layer_backends(vllm_config: "VllmConfig") -> dict[str, list[int]]:
+    """Indices of the model's layers by the name of the attention backend that vLLM selects for them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model = vllm_config.model_config
+    found: dict[str, list[int]] = {}
+    with set_current_vllm_config(vllm_config):
+        for index, (kind, ours) in enumerate(
+            zip(_layer_kinds(vllm_config), _quantized_layers(vllm_config), strict=True)
+        ):
+            backend = get_attn_backend(
+                model.get_head_size(),
+                model.dtype,
+                DTYPE if ours else "auto",
+                num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+                has_sliding_window="sliding" in kind,
+            )
+            found.setdefault(backend.get_name(), []).append(index)
+    return found
 
 
 def summary(vllm_config: "VllmConfig", settings: Any) -> str:
@@ -261,7 +322,7 @@ def summary(vllm_config: "VllmConfig", settings: Any) -> str:
 
     model, options = vllm_config.model_config, settings.options
     layout = history_layout(options, model.get_head_size(), model.dtype)
-    heads, layers = model.get_total_num_kv_heads(), _quantized_layers(vllm_config)
+    heads, layers = model.get_total_num_kv_heads(), sum(_quantized_layers(vllm_config))
     if options.payload == "float":
         source = "payload float: nothing is compressed"
     elif settings.artifact is None:

@@ -258,6 +258,20 @@ def test_models_without_sliding_windows_skip_nothing(config):
     assert config.cache_config.kv_cache_dtype_skip_layers == []
 
 
+def test_a_cache_that_several_layers_read_is_skipped_with_its_readers(config):
+    """Gemma 3n: the last layers read the caches of the last sliding and the last full layer that have one."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    change(config, "model_config.hf_text_config.layer_types", kinds)
+    change(config, "model_config.hf_text_config.num_kv_shared_layers", 3)
+    config.cache_config.kv_cache_dtype_skip_layers = ["1"]
+    plugin.keep_shared_layers(config)
+    plugin.keep_shared_layers(config)
+    assert config.cache_config.kv_cache_dtype_skip_layers == ["1", "3", "5", "7"]
+    change(config, "model_config.hf_text_config.num_kv_shared_layers", 0)
+    plugin.keep_shared_layers(config)
+    assert config.cache_config.kv_cache_dtype_skip_layers == ["1", "3", "5", "7"]
+
+
 def speculative(method: str, kv_cache_dtype: str | None = None):
     return SimpleNamespace(
         method=method,
