@@ -12,7 +12,8 @@ In a step, for every layer
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
 
 On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
-ones through `attend_prefill`. On a CPU, and for ``payload="float"`` or ``ops="reference"``, the PyTorch reference does.
+ones through FlashAttention on what `gather` writes out, or through `attend_prefill`. On a CPU, and for
+``payload="float"`` or ``ops="reference"``, the PyTorch reference does.
 """
 
 import functools
@@ -46,10 +47,10 @@ from oscar_vllm.self_test import LayerKernels, self_test_once
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
-from triton_ops.attend_prefill import attend_prefill, far_pages, workspace_shapes
+from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
-from triton_ops.dequantize import dequantize
+from triton_ops.gather import GatherPlan, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import prepare_query
 from triton_ops.schedule import DecodeSchedule
@@ -70,7 +71,7 @@ class OscarMetadata(AttentionMetadata):
         num_decode_tokens: their tokens.
         prefill_query_start_loc: [R - num_decodes + 1] int32, from 0; None without long queries.
         prefill_reads_cache: whether a long query reads anything but its own step's keys (an upper bound).
-        far: what the long queries read through `dequantize`; None if their pages are read in place.
+        gather: how the long queries' keys are written out; None if pages are read in place.
         schedule: work of the decode kernels; the window group's metadata on a GPU only.
 
     """
@@ -85,36 +86,15 @@ class OscarMetadata(AttentionMetadata):
     num_decode_tokens: int
     prefill_query_start_loc: torch.Tensor | None
     prefill_reads_cache: bool
-    far: "FarPages | None"
+    gather: GatherPlan | None
     schedule: DecodeSchedule | None
 
 
-@dataclass(frozen=True)
-class FarPages:
-    """Pages that every query of a prefill reads whole, walked through a bounded buffer in spans.
-
-    Reading pages in place costs instructions per query and page; dequantizing once per step costs them per page. With
-    enough queries the second is cheaper: measured on an H200, the in-place kernel runs at 286 TFLOP/s and
-    FlashAttention-3 at 694 (benchmarks/demote_prefill.py).
-
-    Attributes:
-        num_pages: [R] int32.
-        span: pages per request that the buffer holds at a time.
-        seq_lens: one [R] int32 per span: tokens of each request in it.
-        block_table: [R, span] int32: buffer pages of each request.
-
-    """
-
-    num_pages: torch.Tensor
-    span: int
-    seq_lens: list[torch.Tensor]
-    block_table: torch.Tensor
-
-
-FAR_BUFFER_PAGES = 128
-"""Pages of the buffer: 64 MiB for 8 KV heads of size 128."""
-FAR_MIN_TOKENS = 512
-"""Fewer prefill tokens in a step read pages in place."""
+GATHER_MIN_TOKENS = 512
+"""Fewer prefill tokens in a step read pages in place. Measured on an H200 (benchmarks/demote_prefill.py): the in-place
+kernel runs at 286 TFLOP/s and FlashAttention-3 at 694, but writing keys out costs per token of history."""
+GATHER_BYTES = 256 * 2**20
+"""Buffer for gathered keys and values: 65,536 tokens of 8 KV heads of size 128."""
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
@@ -151,7 +131,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             num_decode_tokens=num_decode_tokens,
             prefill_query_start_loc=None,
             prefill_reads_cache=False,
-            far=None,
+            gather=None,
             schedule=self.schedule,
         )
         if num_prefills:
@@ -159,7 +139,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             metadata.prefill_query_start_loc = start_loc - num_decode_tokens if num_decodes else start_loc
             metadata.prefill_reads_cache = self._prefill_reads_cache(common, num_decodes)
             if metadata.prefill_reads_cache and self.impl.uses_kernels and self.schedule is None:  # history group
-                metadata.far = self._far_pages(common, metadata)
+                metadata.gather = self._plan_gather(common, metadata)
         if self.schedule is not None:
             impl = self.impl
             grid = impl.workspace.grid(
@@ -188,23 +168,18 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         seq_lens = common.seq_lens_cpu_upper_bound[first : common.num_reqs]
         return bool((seq_lens > start_loc.diff()).any())
 
-    def _far_pages(self, common: CommonAttentionMetadata, metadata: OscarMetadata) -> FarPages | None:
-        """Spans for the long queries of the step; the number of spans comes from the host, lengths from the device."""
-        first, requests = metadata.num_decodes, metadata.num_reqs - metadata.num_decodes
-        span = FAR_BUFFER_PAGES // requests
+    def _plan_gather(self, common: CommonAttentionMetadata, metadata: OscarMetadata) -> GatherPlan | None:
+        """The plan for the long queries of the step, where writing their keys out pays and keeps the rule."""
+        first, bound = metadata.num_decodes, common.seq_lens_cpu_upper_bound
         tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
-        if tokens < FAR_MIN_TOKENS or span == 0 or common.seq_lens_cpu_upper_bound is None:
+        if self.impl.settings.options.prefill == "invariant" or tokens < GATHER_MIN_TOKENS or bound is None:
             return None
-        recent = self.impl.settings.recent
-        start_loc = common.query_start_loc_cpu[first : common.num_reqs + 1]
-        most = int(far_pages(common.seq_lens_cpu_upper_bound[first : common.num_reqs] - start_loc.diff(), recent).max())
-        if most == 0:
-            return None
-        start_loc = metadata.query_start_loc[first:]
-        num_pages = far_pages(metadata.seq_lens[first:] - start_loc.diff(), recent).int()
-        seq_lens = [(num_pages - at).clamp(0, span) * PAGE_TOKENS for at in range(0, most, span)]
-        table = torch.arange(requests * span, dtype=torch.int32, device=num_pages.device).view(requests, span)
-        return FarPages(num_pages, span, seq_lens, table)
+        return plan_gather(
+            query_lens=common.query_start_loc_cpu[first : common.num_reqs + 1].diff().tolist(),
+            max_seq_lens=bound[first : common.num_reqs].tolist(),
+            seq_lens=metadata.seq_lens[first:],
+            buffer_pages=self.impl.gather_pages,
+        )
 
 
 class OscarBackend(AttentionBackend):
@@ -304,6 +279,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             and self.settings.options.ops != "reference"
         )
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
+        page = 2 * PAGE_TOKENS * self.num_kv_heads * head_size * vllm_config.model_config.dtype.itemsize
+        # A step's own tokens must fit with room to spare, whatever the budget.
+        self.gather_pages = max(
+            GATHER_BYTES // page, 2 * vllm_config.scheduler_config.max_num_batched_tokens // PAGE_TOKENS
+        )
         self.max_query_len = 1 + vllm_config.num_speculative_tokens
         self.codec: LayerCodec
         self.loaded_codec: LayerCodec
@@ -418,7 +398,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
         if attn_metadata is None:  # memory profiling: hold what a prefill of this many tokens holds
             if self.uses_kernels:
-                self._prefill_buffers(query, far=True)
+                self._prefill_buffers(query, gathered=True)
             return output.fill_(0)
         if not self.uses_kernels:
             self._attend_reference(query, key, value, kv_cache, attn_metadata, output)
@@ -464,10 +444,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         metadata: OscarMetadata,
         output: torch.Tensor,
     ) -> None:
-        """The other requests: FlashAttention over the step's own keys, merged with attention over the cache."""
+        """The other requests: FlashAttention over their keys, as far as they are plain or worth writing out."""
         options = self.settings.options
         tokens = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
-        start_loc, out, query = metadata.prefill_query_start_loc, output[tokens], query[tokens]
+        start_loc, out = metadata.prefill_query_start_loc, output[tokens]
+        query, key, value = query[tokens], key[tokens], value[tokens]
         assert start_loc is not None
         flash_attn_varlen_func, merge_attn_states, version = _flash_attention()
         flash = functools.partial(
@@ -479,9 +460,35 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             return_softmax_lse=True,
             fa_version=version,
         )
+        batch = self._batch(kv_cache, metadata, slice(metadata.num_decodes, metadata.num_reqs))
+        batch |= {"query_start_loc": start_loc, "recent": self.settings.recent}
+        if metadata.gather is not None:
+            buffers = self._prefill_buffers(query, gathered=True)
+            assert buffers.key is not None
+            lse = None
+            for span in metadata.gather.spans:
+                gather(
+                    key=key,
+                    value=value,
+                    **batch,
+                    plan=metadata.gather,
+                    span=span,
+                    key_out=buffers.key,
+                    value_out=buffers.value,
+                )
+                part, part_lse, *_ = flash(
+                    k=buffers.key,
+                    v=buffers.value,
+                    max_seqlen_k=span.max_tokens,
+                    cu_seqlens_k=span.start_loc,
+                    causal=lse is None,  # the first span ends with the step's own tokens
+                    out=out if lse is None else buffers.part,
+                )
+                lse = part_lse if lse is None else _merge_into(merge_attn_states, out, lse, part, part_lse)
+            return
         _, lse, *_ = flash(
-            k=key[tokens],
-            v=value[tokens],
+            k=key,
+            v=value,
             max_seqlen_k=metadata.max_query_len,
             cu_seqlens_k=start_loc,
             causal=True,
@@ -491,53 +498,24 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         )
         if not metadata.prefill_reads_cache:
             return
-        far = metadata.far
-        batch = self._batch(kv_cache, metadata, slice(metadata.num_decodes, metadata.num_reqs))
-        buffers = self._prefill_buffers(query, far is not None)
+        buffers = self._prefill_buffers(query, gathered=False)
         attend_prefill(
             query=query,
-            **{**batch, "query_start_loc": start_loc},
+            **batch,
             scale=self.scale,
-            recent=self.settings.recent,
             num_tokens=query.shape[0],
             num_requests=metadata.num_reqs - metadata.num_decodes,
             prefill=options.prefill,
-            near_only=far is not None,
             out=buffers.part,
             lse=buffers.part_lse,
             workspace=buffers.workspace,
         )
-        lse = _merge_into(merge_attn_states, out, lse, buffers.part, buffers.part_lse)
-        if far is None:
-            return
-        assert buffers.key is not None
-        cache = {
-            name: batch[name] for name in ("pages", "windows", "page_table", "window_table", "codec", "layout", "sink")
-        }
-        for index, seq_lens in enumerate(far.seq_lens):
-            dequantize(
-                **cache,
-                num_pages=far.num_pages,
-                first_page=index * far.span,
-                span=far.span,
-                key=buffers.key,
-                value=buffers.value,
-            )
-            part, part_lse, *_ = flash(
-                k=buffers.key,
-                v=buffers.value,
-                max_seqlen_k=far.span * PAGE_TOKENS,
-                seqused_k=seq_lens,
-                block_table=far.block_table,
-                causal=False,
-                out=buffers.part,
-            )
-            lse = _merge_into(merge_attn_states, out, lse, part, part_lse)
+        _merge_into(merge_attn_states, out, lse, buffers.part, buffers.part_lse)
 
-    def _prefill_buffers(self, query: torch.Tensor, far: bool) -> "PrefillBuffers":
+    def _prefill_buffers(self, query: torch.Tensor, gathered: bool) -> "PrefillBuffers":
         """Scratch memory of one prefill: query [T, Hq, d] decides its size, the history does not."""
         shapes = workspace_shapes(num_tokens=query.shape[0], num_query_heads=self.num_heads, head_size=self.head_size)
-        pages = (FAR_BUFFER_PAGES, PAGE_TOKENS, self.num_kv_heads, self.head_size)
+        rows = (self.gather_pages * PAGE_TOKENS, self.num_kv_heads, self.head_size)
         return PrefillBuffers(
             part=query.new_empty(query.shape),
             part_lse=query.new_empty((self.num_heads, query.shape[0]), dtype=torch.float32),
@@ -545,8 +523,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
                 query.new_empty(shapes[0], dtype=torch.float16),
                 query.new_empty(shapes[1], dtype=torch.float32),
             ),
-            key=query.new_empty(pages) if far else None,
-            value=query.new_empty(pages) if far else None,
+            key=query.new_empty(rows) if gathered else None,
+            value=query.new_empty(rows) if gathered else None,
         )
 
     def _attend_reference(
@@ -568,13 +546,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             scale=self.scale,
             recent=self.settings.recent,
             prefill=self.settings.options.prefill,
+            max_decode_len=self.max_query_len,
         )
         output[:tokens] = attended.to(output.dtype)
 
 
 @dataclass(frozen=True)
 class PrefillBuffers:
-    """Partial output and lse, the workspace of `attend_prefill`, and the buffer pages of `dequantize`."""
+    """Partial output and lse, the workspace of `attend_prefill`, and the rows that `gather` writes."""
 
     part: torch.Tensor
     part_lse: torch.Tensor

@@ -2,11 +2,10 @@
 """Attention of a chunk's queries over everything older than the chunk, straight from INT2 pages and BF16 windows.
 
 The result is partial: (output, lse), to be merged with causal attention over the chunk's own keys
-(`reference.attend` is the sum of both). Per query at position q, with q0 the chunk's first position:
+(`reference.attend` is the sum of both). Per query at position q, with q0 the chunk's first position, and a = q0 for
+``exact``, a = q for ``invariant``:
 
-    token t < q0     its window block if t < sink or t > q - recent, and the block is not null; else its page
-    token t < far    not here with ``near_only``, far = 128 * ((q0 - recent + 1) // 128): what every query of the chunk
-                     reads whole can be written out once (dequantize.py) and attended with FlashAttention
+    token t < q0     its window block if t < sink or t > a - recent, and the block is not null; else its page
     token t >= q0    ``exact``: not here. ``invariant``: its page if sink <= t <= q - recent, its window block if
                      t < sink and t <= q - recent; the rest is the caller's attention with a sliding window of `recent`
 
@@ -30,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
-from triton_ops.layout import PAGE_TOKENS, PageLayout
+from triton_ops.layout import PageLayout
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
@@ -255,7 +254,7 @@ def _history(
     page_row,
     page_stride_block,
     window_row,
-    row_position,
+    anchor,
     first_position,
     first_page,
     skip_from,
@@ -309,7 +308,7 @@ def _history(
                 old = (token < first_position) & (token >= sink)
                 missing = old & (tl.load(window_row + token // WINDOW_BLOCK, mask=old, other=1) == 0)
                 inside = (token >= sink) & (token < limit)
-                far = token[None, :] <= row_position[:, None] - recent
+                far = token[None, :] <= anchor[:, None] - recent
                 s = tl.where(inside[None, :] & (far | missing[None, :]), s, float("-inf"))
             p, acc, m, total = _softmax(acc, m, total, s, amplitude, offset)
             scale = _metadata(page_bytes + VALUE_SCALE, half, BLOCK_N)
@@ -372,7 +371,7 @@ def _windows(
     window_row,
     window_stride_block,
     window_stride_token,
-    row_position,
+    anchor,
     first_position,
     begin,
     end,
@@ -394,7 +393,7 @@ def _windows(
         k = tl.load(at[:, None] + dims[None, :], mask=here[:, None], other=0.0)
         v = tl.load(at[:, None] + (HEAD_SIZE + dims)[None, :], mask=here[:, None], other=0.0)
         s = _dot(query, k.trans(1, 0), tl.zeros([query.shape[0], BLOCK_W], tl.float32), ASM)
-        far = token[None, :] <= row_position[:, None] - recent
+        far = token[None, :] <= anchor[:, None] - recent
         near = (far == 0) | (token < sink)[None, :]
         if INVARIANT:  # a token of the step is read here only when the caller's sliding window no longer holds it
             near = near & (far | (token < first_position)[None, :])
@@ -445,7 +444,6 @@ def _attend_kernel(
     HEAD_SIZE: tl.constexpr,
     ZERO_PAGE: tl.constexpr,
     INVARIANT: tl.constexpr,
-    NEAR_ONLY: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -472,9 +470,14 @@ def _attend_kernel(
         row = tl.arange(0, BLOCK_M)
         index = tile * TILE + row // GROUPS  # of the token in the chunk
         valid = (row < TILE * GROUPS) & (index < new)
-        row_position = first_position + index
-        lowest = first_position + tile * TILE
-        highest = tl.minimum(lowest + TILE, length) - 1
+        highest = tl.minimum(first_position + (tile + 1) * TILE, length) - 1
+        # `anchor` is the position from which a row counts its recent tokens, `lowest` the tile's lowest.
+        if INVARIANT:
+            anchor = first_position + index
+            lowest = first_position + tile * TILE
+        else:
+            anchor = first_position + tl.zeros([BLOCK_M], tl.int32)
+            lowest = first_position
         token = (first_token + index).to(tl.int64)
         q_head = head * GROUPS + row % GROUPS
         dims = tl.arange(0, HEAD_SIZE)
@@ -486,12 +489,6 @@ def _attend_kernel(
         limit = tl.minimum(limit, length // 128 * 128)
         first_whole = (sink + 127) // 128
         first_page = sink // 128
-        sink_end = sink
-        if NEAR_ONLY:
-            far = tl.maximum(first_position - recent + 1, 0) // 128
-            first_whole = tl.maximum(first_whole, far)
-            first_page = tl.maximum(first_page, far)
-            sink_end = tl.where(far > 0, 0, sink)
         whole = tl.maximum(tl.minimum(limit, lowest - recent + 1) // 128, first_whole)
         before = first_whole - first_page
         after = tl.maximum((limit + 127) // 128 - whole, 0)
@@ -517,13 +514,13 @@ def _attend_kernel(
         m = tl.full([BLOCK_M], LOWEST, tl.float32)
         acc, m, total = _history(
             acc, m, total, q, valid[:, None], hat, amplitude, offset, pages, page_row, page_stride_block, window_row,
-            row_position, first_position, first_whole, 0, 0, whole - first_whole, sink, recent, limit, scale_log2,
+            anchor, first_position, first_whole, 0, 0, whole - first_whole, sink, recent, limit, scale_log2,
             HEAD_SIZE, ZERO_PAGE, False, WINDOW_BLOCK, BLOCK_N, STAGES, ASM,
             VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO,
         )  # fmt: skip
         acc, m, total = _history(
             acc, m, total, q, valid[:, None], hat, amplitude, offset, pages, page_row, page_stride_block, window_row,
-            row_position, first_position, first_whole - before, before, whole - first_whole, before + after,
+            anchor, first_position, first_whole - before, before, whole - first_whole, before + after,
             sink, recent, limit, scale_log2,
             HEAD_SIZE, ZERO_PAGE, True, WINDOW_BLOCK, BLOCK_N, 1, ASM,
             VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO,
@@ -540,12 +537,12 @@ def _attend_kernel(
         if INVARIANT:
             limit = length
         acc, m, total = _windows(
-            acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, row_position,
-            first_position, 0, tl.minimum(sink_end, limit), sink, recent,
+            acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, anchor,
+            first_position, 0, tl.minimum(sink, limit), sink, recent,
             HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM,
         )  # fmt: skip
         acc, m, total = _windows(
-            acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, row_position,
+            acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, anchor,
             first_position, tl.maximum(sink, lowest - recent + 1), first_position, sink, recent,
             HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM,
         )  # fmt: skip
@@ -560,11 +557,6 @@ def _attend_kernel(
 
 
 # ------------------------------------------------------------------------------------------ launchers
-
-
-def far_pages(context: Tensor, recent: int) -> Tensor:
-    """Pages that every query of a chunk reads whole: [R] for ``context`` [R] tokens before the chunk; any device."""
-    return (context - (recent - 1)).clamp_min(0) // PAGE_TOKENS
 
 
 def tile_bound(*, num_tokens: int, num_requests: int, tile: int) -> int:
@@ -606,7 +598,6 @@ def attend_prefill(
     num_tokens: int,
     num_requests: int,
     prefill: Literal["exact", "invariant"] = "exact",
-    near_only: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: tuple[Tensor, Tensor] | None = None,
@@ -634,7 +625,6 @@ def attend_prefill(
         num_tokens: T, or an upper bound; rows of no request are left untouched.
         num_requests: R.
         prefill: the rule for tokens of the same step (module docstring).
-        near_only: leave out the pages and sinks before ``far_pages`` (module docstring).
         out: [T, H * G, d] float32, float16 or bfloat16 to write to; by default a new float32 tensor.
         lse: [H * G, T] float32 to write to; by default a new tensor.
         workspace: float16 and float32 tensors of `workspace_shapes`; by default new ones.
@@ -744,7 +734,6 @@ def attend_prefill(
         HEAD_SIZE=d,
         ZERO_PAGE=zero_page,
         INVARIANT=prefill == "invariant",
-        NEAR_ONLY=near_only,
         WINDOW_BLOCK=windows.shape[2],
         BLOCK_REQUESTS=256,
         BLOCK_M=block_m,

@@ -401,12 +401,15 @@ def attend(
     sink: int,
     recent: int,
     prefill: Prefill = "exact",
+    max_decode_len: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention over sink, history and recent; `append` and `demote` come first.
 
-    A query at position q reads token t <= q
+    A query at position q, of a request whose first token of the step is at q0, reads token t <= q
       * as BF16 from its window block (or from the step's own key and value) if t < sink or t > q - recent,
-      * with ``prefill="exact"`` also as BF16 if t belongs to the step,
+      * with ``prefill="exact"`` also as BF16 if t belongs to the step or, in a request with more than
+        ``max_decode_len`` tokens in the step, if t > q0 - recent: such tokens are at hand unquantized, and all queries
+        read the same. Few tokens are a decode or drafts to verify, which must see what plain decoding sees,
       * otherwise from its page. A recent token whose window block is null (the request resumed from a cached prefix
         without its recents) is read from its page as well.
 
@@ -426,6 +429,7 @@ def attend(
         sink: tokens kept in BF16 at the start.
         recent: tokens kept in BF16 at the end, the query's own included; at least 128.
         prefill: the rule for tokens of the same step.
+        max_decode_len: most tokens of a decode.
 
     Returns:
         (output [T, H * G, d] float32, lse [T, H * G] float32 natural log).
@@ -461,6 +465,7 @@ def attend(
                 sink=sink,
                 recent=recent,
                 prefill=prefill,
+                decode=end - begin <= max_decode_len,
             )
     return output, lse
 
@@ -481,6 +486,7 @@ def _attend_request(
     sink: int,
     recent: int,
     prefill: Prefill,
+    decode: bool,
 ) -> tuple[Tensor, Tensor]:
     """`attend` for some consecutive queries of one request.
 
@@ -493,7 +499,8 @@ def _attend_request(
 
     # Tokens of earlier steps that may be read as BF16: the sink, and what is recent for the first query here.
     t_sink = torch.arange(min(sink, step), device=device)
-    t_recent = torch.arange(min(max(sink, first_query - recent + 1), step), step, device=device)
+    shared = prefill == "exact" and not decode  # all queries read the same recent tokens
+    t_recent = torch.arange(min(max(sink, (step if shared else first_query) - recent + 1), step), step, device=device)
     earlier = torch.cat([t_sink, t_recent])
     block = blocks[earlier // block_size].long()
     present = block != 0
@@ -504,7 +511,7 @@ def _attend_request(
     available = torch.cat([present, present.new_ones(key.shape[0])])
 
     def reads_exact(position: Tensor) -> Tensor:  # [queries, tokens]
-        rule = (position < sink) | (position > q_position - recent)
+        rule = (position < sink) | (position > (step if shared else q_position) - recent)
         return rule | (position >= step) if prefill == "exact" else rule
 
     q = rearrange(query.float(), "n (h g) d -> h (n g) d", g=groups)
@@ -518,8 +525,8 @@ def _attend_request(
     use_history = (t_history <= q_position) & (t_history >= sink)
     use_history &= ~(reads_exact(t_history) & bf16[: t_history.shape[0]])
     slots = q @ codec.key_query if rotated else q
-    shared = (q @ history.key_mean[:, :pages].transpose(1, 2)).repeat_interleave(PAGE_TOKENS, 2)
-    logits_history = (slots @ history.key_rows[:, : t_history.shape[0]].transpose(1, 2) + shared) * scale
+    from_mean = (q @ history.key_mean[:, :pages].transpose(1, 2)).repeat_interleave(PAGE_TOKENS, 2)
+    logits_history = (slots @ history.key_rows[:, : t_history.shape[0]].transpose(1, 2) + from_mean) * scale
 
     use = torch.cat([use_exact, use_history], 1).repeat_interleave(groups, 0)
     weight = torch.cat([logits_exact, logits_history], 2).masked_fill_(~use, -torch.inf)

@@ -24,23 +24,19 @@ from triton_ops.attend_decode import DecodeWorkspace
 from triton_ops.layout import PAGE_TOKENS
 
 HEADS, GROUPS, D, SINK, RECENT = 1, 2, 64, 64, 128
-# Two decodes, then chunks: a context of three far pages, one of one, one of none, and a prompt from its start.
+# Two decodes, then chunks: contexts of several pages, of a page that the recent window cuts, and a prompt from its start.
 REQUESTS = [(400, 1), (90, 1), (530, 60), (300, 40), (100, 7), (0, 30)]
 
 
 def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, causal, out, **options):
-    """FlashAttention's interface as the backend uses it: ragged or paged keys, an optional window, natural lse."""
+    """FlashAttention's interface as the backend uses it: ragged keys, queries last, an optional window, natural lse."""
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf)
     starts = cu_seqlens_q.tolist()
     assert max_seqlen_q >= max(b - a for a, b in pairwise(starts))
     for r, (begin, end) in enumerate(pairwise(starts)):
-        if "block_table" in options:
-            length = int(options["seqused_k"][r])
-            keys, values = (x[options["block_table"][r].long()].flatten(0, 1)[:length] for x in (k, v))
-        else:
-            keys, values = (x[options["cu_seqlens_k"][r] : options["cu_seqlens_k"][r + 1]] for x in (k, v))
+        keys, values = (x[options["cu_seqlens_k"][r] : options["cu_seqlens_k"][r + 1]] for x in (k, v))
         assert max_seqlen_k >= keys.shape[0]
-        distance = torch.arange(end - begin)[:, None] - torch.arange(keys.shape[0])
+        distance = torch.arange(end - begin)[:, None] + keys.shape[0] - (end - begin) - torch.arange(keys.shape[0])
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if options.get("window_size"):
             seen &= distance <= options["window_size"][0]
@@ -59,6 +55,7 @@ def make_impl(codec, layout, options) -> OscarImpl:
     impl.settings = EngineSettings(options, None)
     impl.layout, impl.codec, impl.uses_kernels = layout, codec.to("cpu"), True
     impl.window_name = "layer.oscar_window"
+    impl.gather_pages = 12
     impl.workspace = DecodeWorkspace.allocate(
         max_requests=8,
         max_query_len=1,
@@ -116,9 +113,12 @@ def make_builder(impl, spec) -> OscarMetadataBuilder:
     return OscarMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("far", [True, False], ids=["far", "in place"])
-@pytest.mark.parametrize("prefill", ["exact", "invariant"])
-def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, far):
+@pytest.mark.parametrize(
+    ("prefill", "gathered"),
+    [("exact", True), ("exact", False), ("invariant", False)],
+    ids=["gathered", "in place", "invariant"],
+)
+def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered):
     codec, layout = make_codec(HEADS, D, "page")
     options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
     step = make_step(REQUESTS, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
@@ -144,15 +144,17 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, far):
         seq_lens_cpu_upper_bound=step.seq_lens,
         is_prefilling=None,
     )
-    monkeypatch.setattr(backend, "FAR_MIN_TOKENS", 1 if far else 10_000)
-    monkeypatch.setattr(backend, "FAR_BUFFER_PAGES", 8)
+    monkeypatch.setattr(backend, "GATHER_MIN_TOKENS", 1 if gathered or prefill == "invariant" else 10_000)
     metadata = {}
     for name, table, group in (("layer", step.page_table, None), (impl.window_name, step.window_table, spec)):
         common.block_table_tensor = table
         metadata[name] = make_builder(impl, group).build(0, common)
-    assert (metadata["layer"].num_decodes, metadata["layer"].far is not None) == (2, far)
-    if far:
-        assert [seq_lens.tolist() for seq_lens in metadata["layer"].far.seq_lens] == [[256, 128, 0, 0], [128, 0, 0, 0]]
+    assert (metadata["layer"].num_decodes, metadata["layer"].gather is not None) == (2, gathered)
+    if gathered:
+        assert [span.start_loc.diff().tolist() for span in metadata["layer"].gather.spans] == [
+            [334, 340, 107, 30],
+            [256, 0, 0, 0],
+        ]
 
     cache = pages.view(pages.shape[0], HEADS, PAGE_TOKENS, -1)
     contexts = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.triton_ops.step_cases import DEVICES, make_step
 from tests.triton_ops.test_codec import random_basis
 from triton_ops import reference
-from triton_ops.attend_prefill import attend_prefill, far_pages, launch_shape, tile_bound
+from triton_ops.attend_prefill import attend_prefill, launch_shape, tile_bound
 from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, rotation_codec, spectral_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
@@ -81,27 +81,6 @@ def own_tokens(step, scale, prefill):
     return torch.cat(outs), torch.cat(lses)
 
 
-def far_tokens(step, codec, layout, scale):
-    """Attention over the pages that every query of a chunk reads, and the sink: what ``near_only`` leaves to others."""
-    outs, lses = [], []
-    starts = step.query_start_loc.tolist()
-    for r, length in enumerate(step.seq_lens.tolist()):
-        q = step.query[starts[r] : starts[r + 1]].double().transpose(0, 1)  # [Hq, n, d]
-        count = int(far_pages(torch.tensor([length - q.shape[1]]), RECENT))
-        page = step.pages[step.page_table[r, :count].long()]
-        k, v = (x.flatten(0, 1).double() for x in reference.dequantize(page, codec=codec, layout=layout))
-        if count:
-            t = torch.arange(SINK)
-            plain = step.windows[step.window_table[r, t // 16].long(), :, t % 16].double()
-            k[:SINK], v[:SINK] = plain.split(codec.head_size, -1)
-        groups = q.shape[0] // k.shape[1]
-        k, v = (x.transpose(0, 1).repeat_interleave(groups, 0) for x in (k, v))
-        logits = q @ k.transpose(1, 2) * scale
-        lses.append(logits.logsumexp(-1).transpose(0, 1))
-        outs.append((logits.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outs), torch.cat(lses)
-
-
 def logit_rounding(step, codec, layout, scale):
     """[T, Hq] float64: how far float16 rounding moves the logits of a row, from the size of what is rounded.
 
@@ -144,8 +123,6 @@ def compare(step, codec, layout, device, prefill="exact", **options):
     assert bool(out.isfinite().all())
     assert not bool(lse.isnan().any())
     parts = [(out, lse), own_tokens(step, scale, prefill)]
-    if options.get("near_only"):
-        parts.append(far_tokens(step, codec, layout, scale))
     merged = reference.merge(*(torch.stack(part) for part in zip(*parts, strict=True)))
     expected = reference.attend(
         step.query, step.key, step.value, **step.cache(), codec=codec, layout=layout, scale=scale, sink=SINK,
@@ -199,16 +176,6 @@ def test_recents_missing_after_a_prefix_hit(device, prefill):
     step, codec, layout = prepare([(389, 150)], heads=1, groups=2, d=128, zero="page", drop_recents=True)
     assert bool((step.window_table[0, SINK // 16 : 384 // 16] == 0).all())
     compare(step, codec, layout, device, prefill)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill", ["exact", "invariant"])
-def test_near_only_leaves_out_what_every_query_reads_from_pages(device, prefill):
-    """Contexts around the boundary: 0, 1 and 2 far pages, with and without a page cut by the recent window."""
-    requests = [(128 + RECENT - 2, 3), (128 + RECENT - 1, 200), (128 + RECENT, 1), (256 + RECENT + 50, 40), (60, 5)]
-    step, codec, layout = prepare(requests, heads=1, groups=2, d=64, zero="page")
-    assert far_pages(torch.tensor([before for before, _ in requests]), RECENT).tolist() == [0, 1, 1, 2, 0]
-    compare(step, codec, layout, device, prefill, near_only=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

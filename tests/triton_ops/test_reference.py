@@ -87,7 +87,7 @@ class Cache:
         reference.demote(k, v, **batch, sink=self.rule["sink"])
         return reference.attend(q, k, v, **batch, scale=1 / math.sqrt(self.d), **self.rule)
 
-    def brute_force(self, r, first_query, step_start):
+    def brute_force(self, r, first_query, step_start, decode=False):
         """float64 outputs of request r's queries from ``first_query`` on, token by token."""
         q, k, v = (x.double() for x in self.split(self.tokens[r]))
         table = self.page_table[r, : self.done[r] // PAGE_TOKENS].long()
@@ -99,8 +99,9 @@ class Cache:
         out = []
         for position in range(first_query, self.done[r]):
             keys, values = [], []
+            anchor = step_start if self.rule["prefill"] == "exact" and not decode else position
             for t in range(position + 1):
-                exact = t < sink or t > position - recent
+                exact = t < sink or t > anchor - recent
                 if exact and t < step_start and self.window_table[r, t // BLOCK] == 0:
                     exact = False
                 if self.rule["prefill"] == "exact" and t >= step_start:
@@ -158,6 +159,17 @@ def test_null_recent_blocks_are_read_from_pages():
     cache.window_table[0, 64 // BLOCK : 512 // BLOCK] = 0
     out, _ = cache.step([40])
     assert_close(out, cache.brute_force(0, 512, 512))
+
+
+def test_drafts_see_what_plain_decoding_sees():
+    """Verified together, each token counts its recents from itself; as a chunk, all count from the first."""
+    cache = Cache(2, 2, 64, [448])
+    cache.rule["max_decode_len"] = 8
+    cache.step([440])
+    out, _ = cache.step([8])
+    assert_close(out, cache.brute_force(0, 440, 440, decode=True))
+    with pytest.raises(AssertionError, match="worst"):
+        assert_close(out, cache.brute_force(0, 440, 440))
 
 
 @settings(max_examples=15, deadline=None)
