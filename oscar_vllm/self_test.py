@@ -7,7 +7,7 @@ compared with the reference on the CPU::
 
     step                  kernels                                   compared with
     two prompts           append, demote                            window blocks bit by bit, pages code by code
-    27 tokens more        append, attend_prefill, dequantize        `reference.attend`, `reference.dequantize`
+    27 tokens more        append, attend_prefill, gather            `reference.attend`, `reference.dequantize`
     1 token more          append, demote, schedule + attend_decode  `reference.attend`
     27 tokens more        append
     1 token or the drafts append, schedule + attend_decode          `reference.attend`
@@ -35,10 +35,10 @@ from oscar_vllm.rotation import plain_tensors
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
-from triton_ops.attend_prefill import attend_prefill, far_pages
+from triton_ops.attend_prefill import attend_prefill
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
-from triton_ops.dequantize import dequantize
+from triton_ops.gather import gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, prepare_query
 from triton_ops.schedule import DecodeSchedule
@@ -123,7 +123,8 @@ def self_test(
         step = test.advance(test.prompt_lengths, [CHUNK, CHUNK])
         test.write("a chunk", step)
         test.prefill(step)
-        test.dequantize()
+        if layer.prefill == "exact":
+            test.gather(step)
         decoder = test.decoder(multiprocessors=multiprocessors, capability=capability)
         step = test.advance(test.seq_lens, [1, 1])
         test.write("a decoded token", step)
@@ -312,94 +313,105 @@ class _SelfTest:
         """Output [T, Hq, d] and lse [T, Hq] of the reference over the kernels' own pages."""
         layer = self.layer
         rules: dict[str, Any] = {"scale": layer.scale, "recent": layer.recent, "prefill": layer.prefill}
+        rules["max_decode_len"] = layer.max_query_len
         return reference.attend(step.query, step.key, step.value, **self.arguments(False, step), **rules)
 
     def prefill(self, step: _Step) -> None:
-        """`attend_prefill`, in place and without the far pages, merged with the other keys' plain attention."""
+        """`attend_prefill` merged with plain attention over the step's own keys."""
         layer = self.layer
         expected, expected_lse = self.expected_attention(step)
-        own = self._plain_attention(step, step.key.split(CHUNK), step.value.split(CHUNK))
-        count = far_pages(step.seq_lens - step.query_start_loc.diff(), layer.recent)
-        far = self._plain_attention(step, *zip(*map(self._far_rows, range(2), count.tolist()), strict=True))
         rounding = self._prefill_noise(step)
-        for near_only in (False, True):
-            out = torch.full(step.query.shape, torch.nan, dtype=layer.dtype, device=self.device)
-            with self.kernel("attend_prefill"):
-                out, lse = attend_prefill(
-                    query=step.query.to(self.device),
-                    **self.arguments(True, step),
-                    scale=layer.scale,
-                    recent=layer.recent,
-                    num_tokens=step.query.shape[0],
-                    num_requests=2,
-                    prefill=layer.prefill,
-                    near_only=near_only,
-                    out=out,
-                )
-                out, lse = out.cpu().float(), lse.cpu().T
-            parts = [(out, lse), own, far] if near_only else [(out, lse), own]
-            merged, merged_lse = reference.merge(*(torch.stack(part) for part in zip(*parts, strict=True)))
-            # Beside the logits, probabilities and dequantized values are rounded to float16, the partial to the dtype.
-            stored = torch.finfo(layer.dtype).eps * (lse - merged_lse).exp() * self.relative(step, out)
-            error = self.relative(step, merged - expected)
-            self.check("attend_prefill", "an output", error, 2 * rounding + 2.0**-10 + stored)
-            self.check("attend_prefill", "a log-sum-exp", (merged_lse - expected_lse).abs(), rounding + 1e-4)
+        out = torch.full(step.query.shape, torch.nan, dtype=layer.dtype, device=self.device)
+        with self.kernel("attend_prefill"):
+            out, lse = attend_prefill(
+                query=step.query.to(self.device),
+                **self.arguments(True, step),
+                scale=layer.scale,
+                recent=layer.recent,
+                num_tokens=step.query.shape[0],
+                num_requests=2,
+                prefill=layer.prefill,
+                out=out,
+            )
+            out, lse = out.cpu().float(), lse.cpu().T
+        parts = [(out, lse), self._own_attention(step)]
+        merged, merged_lse = reference.merge(*(torch.stack(part) for part in zip(*parts, strict=True)))
+        # Beside the logits, probabilities and dequantized values are rounded to float16, the partial to the dtype.
+        stored = torch.finfo(layer.dtype).eps * (lse - merged_lse).exp() * self.relative(step, out)
+        error = self.relative(step, merged - expected)
+        self.check("attend_prefill", "an output", error, 2 * rounding + 2.0**-10 + stored)
+        self.check("attend_prefill", "a log-sum-exp", (merged_lse - expected_lse).abs(), rounding + 1e-4)
 
-    def _far_rows(self, request: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [128 * count, H, d] float32 of a sequence's first pages, sink tokens as they were."""
-        cache, d, sink = self.cache(False), self.codec.head_size, min(self.layer.sink, count * PAGE_TOKENS)
-        page = cache["pages"][self.page_table[request, :count].long()]
-        key, value = reference.dequantize(page, codec=self.codec, layout=self.layer.layout)
-        token = torch.arange(sink)
-        plain = cache["windows"][self.window_table[request, token // WINDOW_BLOCK].long(), :, token % WINDOW_BLOCK]
-        rows = key.flatten(0, 1), value.flatten(0, 1)
-        rows[0][:sink], rows[1][:sink] = plain[..., :d].float(), plain[..., d:].float()
-        return rows
-
-    def _plain_attention(self, step: _Step, keys: Any, values: Any) -> tuple[Tensor, Tensor]:
-        """Softmax over some keys of each request, causal if they are the step's: [T, Hq, d] and [T, Hq]."""
+    def _own_attention(self, step: _Step) -> tuple[Tensor, Tensor]:
+        """Causal softmax over the step's own keys of each request: [T, Hq, d] and [T, Hq]."""
         outs, lses = [], []
-        for (begin, end), key, value in zip(pairwise(step.query_start_loc.tolist()), keys, values, strict=True):
-            groups = self.layer.num_query_heads // self.codec.num_kv_heads
-            key, value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
+        groups = self.layer.num_query_heads // self.codec.num_kv_heads
+        for begin, end in pairwise(step.query_start_loc.tolist()):
+            key, value = (x[begin:end].float().repeat_interleave(groups, 1) for x in (step.key, step.value))
             logits = torch.einsum("nhd,thd->hnt", step.query[begin:end].float(), key) * self.layer.scale
-            if key.shape[0] == end - begin:
-                logits.masked_fill_(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+            logits.masked_fill_(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
             outs.append(torch.einsum("hnt,thd->nhd", logits.softmax(-1), value))
             lses.append(logits.logsumexp(-1).T)
         return torch.cat(outs), torch.cat(lses)
 
-    def dequantize(self) -> None:
-        """`dequantize` of all complete pages."""
+    def gather(self, step: _Step) -> None:
+        """`gather` of all tokens of both sequences, in two spans."""
         layer, codec, d = self.layer, self.codec, self.codec.head_size
-        span = max(self.seq_lens) // PAGE_TOKENS
-        buffers = torch.zeros(2, 2 * span, PAGE_TOKENS, codec.num_kv_heads, d, dtype=layer.dtype, device=self.device)
-        counts = [length // PAGE_TOKENS for length in self.seq_lens]
-        with self.kernel("dequantize"):
-            dequantize(
-                **self.cache(True),
-                num_pages=torch.tensor(counts, dtype=torch.int32, device=self.device),
-                first_page=0,
-                span=span,
-                codec=self.device_codec,
-                layout=layer.layout,
-                sink=layer.sink,
-                key=buffers[0],
-                value=buffers[1],
-            )
-            written = buffers.cpu().float()
-        matrices = codec.key_query, codec.value_rotation
-        for request, count in enumerate(counts):
-            page = self.cache(False)["pages"][self.page_table[request, :count].long()]
-            encoded = reference.unpack(page, layer.layout)
-            for name, expected, actual, part, matrix in zip(
-                ("key", "value"), self._far_rows(request, count), written, encoded, matrices, strict=True
-            ):
-                # tf32 keeps 11 bits of both factors of a product.
-                size = (part.rows().abs() @ matrix.abs().transpose(1, 2)).transpose(1, 2).flatten(0, 1)
-                allowed = 2.0**-10 * size + torch.finfo(layer.dtype).eps * expected.abs() + 1e-6
-                error = (actual[request * span : request * span + count].flatten(0, 1) - expected).abs()
-                self.check("dequantize", f"a {name}", error, allowed)
+        plan = plan_gather(
+            query_lens=step.query_start_loc.diff().tolist(),
+            max_seq_lens=self.seq_lens,
+            seq_lens=step.seq_lens.to(self.device),
+            buffer_pages=max(self.seq_lens) // PAGE_TOKENS + 3,
+        )
+        assert plan is not None
+        rows = (2, plan.request.shape[0] * PAGE_TOKENS, codec.num_kv_heads, d)
+        buffer = torch.full(rows, torch.nan, dtype=layer.dtype, device=self.device)
+        ends = list(self.seq_lens)
+        for span in plan.spans:
+            with self.kernel("gather"):
+                gather(
+                    key=step.key.to(self.device),
+                    value=step.value.to(self.device),
+                    **self.arguments(True, step),
+                    recent=layer.recent,
+                    plan=plan,
+                    span=span,
+                    key_out=buffer[0],
+                    value_out=buffer[1],
+                )
+                written, edges = buffer.cpu().float(), span.start_loc.tolist()
+            for request, (begin, end) in enumerate(pairwise(edges)):
+                tokens = slice(ends[request] - (end - begin), ends[request])
+                ends[request] = tokens.start
+                for name, actual, expected, bound in zip(
+                    ("key", "value"), written[:, begin:end], *self._rows(step, request, tokens), strict=True
+                ):
+                    allowed = bound + torch.finfo(layer.dtype).eps * expected.abs() + 1e-6
+                    self.check("gather", f"a {name}", (actual - expected).abs(), allowed)
+        self.check("gather", "the tokens left out", torch.tensor(ends).float(), 0.0)
+
+    def _rows(self, step: _Step, request: int, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values [2, tokens, H, d] float32 as a chunk's queries read them, and how far tf32 may move them."""
+        cache, codec, layer = self.cache(False), self.codec, self.layer
+        begin, end = step.query_start_loc[request : request + 2].tolist()
+        length = self.seq_lens[request]
+        first = length - (end - begin)
+        page = cache["pages"][self.page_table[request, : length // PAGE_TOKENS].long()]
+        decoded = torch.stack(reference.dequantize(page, codec=codec, layout=layer.layout)).flatten(1, 2)
+        encoded = zip(reference.unpack(page, layer.layout), (codec.key_query, codec.value_rotation), strict=True)
+        # tf32 keeps 11 bits of both factors of a product.
+        size = torch.stack([part.rows().abs() @ matrix.abs().transpose(1, 2) for part, matrix in encoded])
+        rows, bound = decoded.new_zeros(2, 2, length, codec.num_kv_heads, codec.head_size)
+        rows[:, : decoded.shape[1]] = decoded
+        bound[:, : decoded.shape[1]] = 2.0**-10 * size.transpose(2, 3).flatten(1, 2)
+        token = torch.arange(length)
+        block = self.window_table[request, token // WINDOW_BLOCK].long()
+        plain = (token < first) & (block != 0) & ((token < layer.sink) | (token > first - layer.recent))
+        windows = cache["windows"][block, :, token % WINDOW_BLOCK].float()
+        rows[:, plain] = torch.stack(windows[plain].split(codec.head_size, -1))
+        rows[:, first:] = torch.stack([step.key[begin:end], step.value[begin:end]]).float()
+        bound[:, plain | (token >= first)] = 0
+        return rows[:, tokens], bound[:, tokens]
 
     def decoder(
         self, *, multiprocessors: int | None, capability: tuple[int, int] | None

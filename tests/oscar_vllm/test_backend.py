@@ -24,7 +24,7 @@ from triton_ops.attend_decode import DecodeWorkspace
 from triton_ops.layout import PAGE_TOKENS
 
 HEADS, GROUPS, D, SINK, RECENT = 1, 2, 64, 64, 128
-# Two decodes, then chunks: contexts of several pages, of a page that the recent window cuts, and a prompt from its start.
+# Two decodes, then chunks: several pages of context, a page that the recent window cuts, and a prompt from its start.
 REQUESTS = [(400, 1), (90, 1), (530, 60), (300, 40), (100, 7), (0, 30)]
 
 
