@@ -2,9 +2,9 @@
 """What a step writes and what a prefill chunk reads, one layer: append, demote, and attention over INT2 history.
 
 `run(device)` checks every launch variant against the reference, refuses to time a wrong one, then times replayed CUDA
-graphs. Prefill attention over a context of c tokens counts 4 * chunk * c * query heads * head size operations; vLLM's
-FlashAttention-3 in BF16 is timed on the same context and on the whole chunk (context and its own keys).
-``python -m benchmarks.demote_prefill`` prints the table.
+graphs. Attention of a chunk over a context counts 4 * query heads * head size operations for each pair of a query and
+a key: `attend_prefill` reads the context in place, `gather` writes context and chunk out for vLLM's FlashAttention-3,
+which is also timed on BF16 keys, contiguous and in blocks of 16 tokens as vLLM keeps them.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from triton_ops.append import append
 from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.demote import demote
+from triton_ops.gather import GatherPlan, Span, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 HEAD_SIZE, KV_HEADS, QUERY_HEADS, SINK, RECENT, BLOCK = 128, 8, 32, 64, 256, 16
@@ -29,6 +30,8 @@ MAX_PAGE_MISMATCH = 1e-4
 """Share of page bytes that may differ from the reference on the CPU: rounding decides codes at a level's edge."""
 MAX_ERROR = 5e-3
 """Largest error of a row's attention output relative to its norm; BF16 FlashAttention is at 4e-3."""
+MAX_GATHERED_ERROR = 1.5e-2
+"""The same for keys, values, output and merge all rounded to BF16."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,14 @@ class Variant:
 DEMOTE_VARIANTS = [
     Variant("shipped"),
     Variant("32 tokens", {"tokens_per_program": 32, "num_warps": 4}),
-    Variant("64 tokens", {"tokens_per_program": 64, "num_warps": 4}),
     Variant("128 tokens", {"tokens_per_program": 128, "num_warps": 8}),
     Variant("ieee", {"precision": "ieee"}),
 ]
 PREFILL_VARIANTS = [
     Variant("shipped"),
-    Variant("64 rows, 2 stages", {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}),
-    Variant("64 rows, half pages", {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 1}),
     Variant("128 rows, 1 stage", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 1}),
-    Variant("128 rows, 2 stages", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 2}),
-    Variant("128 rows, half pages", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 1}),
 ]
+BUFFER_PAGES = [128, 512, 1024]
 
 
 def make_codec(device: str) -> LayerCodec:
@@ -161,6 +160,57 @@ class Case:
             **variant.options,
         )
 
+    def plan(self, buffer_pages: int) -> GatherPlan:
+        lengths = self.query_start_loc.diff().tolist(), self.seq_lens.tolist()
+        plan = plan_gather(
+            query_lens=lengths[0], max_seq_lens=lengths[1], seq_lens=self.seq_lens, buffer_pages=buffer_pages
+        )
+        assert plan is not None
+        return plan
+
+    def gather(self, plan: GatherPlan, span: Span, rows: Tensor) -> None:
+        """Write a span to ``rows`` [2, tokens, H, d]."""
+        gather(
+            key=self.key,
+            value=self.value,
+            **self.cache(),
+            plan=plan,
+            span=span,
+            recent=RECENT,
+            key_out=rows[0],
+            value_out=rows[1],
+        )
+
+    def attend_gathered(self, attention: Callable[..., Any], plan: GatherPlan, rows: Tensor, outs: Tensor) -> Tensor:
+        """Attention of the chunk over all its keys, span by span; ``outs`` [2, T, Hq, d] is overwritten."""
+        from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+        out, part = outs
+        lse = None
+        for span in plan.spans:
+            self.gather(plan, span, rows)
+            _, part_lse, *_ = attention(
+                q=self.query,
+                k=rows[0],
+                v=rows[1],
+                max_seqlen_q=self.longest,
+                cu_seqlens_q=self.query_start_loc,
+                max_seqlen_k=span.max_tokens,
+                cu_seqlens_k=span.start_loc,
+                softmax_scale=HEAD_SIZE**-0.5,
+                causal=lse is None,
+                return_softmax_lse=True,
+                fa_version=3,
+                out=out if lse is None else part,
+            )
+            if lse is None:
+                lse = part_lse
+            else:
+                merged = torch.empty_like(lse)
+                merge_attn_states(out, part, part_lse, out, lse, merged)
+                lse = merged
+        return out
+
 
 def check_demote(variant: Variant, device: str) -> float:
     """Share of page bytes that differ from the reference, which runs on the CPU for its IEEE division."""
@@ -194,6 +244,19 @@ def check_prefill(variant: Variant, device: str) -> float:
     return worst if worst == worst else float("inf")
 
 
+def check_gathered(attention: Callable[..., Any], device: str) -> float:
+    """Worst error of a row of `gather` and FlashAttention in two spans, relative to the row's norm."""
+    case = Case([(3000, 300), (700, 550)], device)
+    plan = case.plan(20)
+    rows = case.key.new_empty(2, 20 * PAGE_TOKENS, KV_HEADS, HEAD_SIZE)
+    out = case.attend_gathered(attention, plan, rows, torch.stack([case.query, case.query]))
+    expected, _ = reference.attend(
+        case.query, case.key, case.value, **case.cache(), scale=HEAD_SIZE**-0.5, recent=RECENT
+    )
+    error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(error.nan_to_num(float("inf")).max())
+
+
 def flash_attention() -> Callable[..., Any] | None:
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -207,6 +270,36 @@ def time_prefill(case: Case, variant: Variant) -> float:
     """Microseconds of preparing the queries and attending to the context."""
     outputs = case.outputs()
     return microseconds([lambda: case.attend(variant, outputs)], repeats=3)
+
+
+def time_gathered(case: Case, attention: Callable[..., Any], buffer_pages: int) -> tuple[float, float]:
+    """Microseconds of gathering context and chunk, attending and merging, and of gathering alone."""
+    plan = case.plan(buffer_pages)
+    rows = case.key.new_empty(2, buffer_pages * PAGE_TOKENS, KV_HEADS, HEAD_SIZE)
+    outs = torch.stack([case.query, case.query])
+    alone = microseconds([lambda: [case.gather(plan, span, rows) for span in plan.spans]], repeats=3)
+    return microseconds([lambda: case.attend_gathered(attention, plan, rows, outs)], repeats=3), alone
+
+
+def time_paged_flash(case: Case, attention: Callable[..., Any], length: int) -> float:
+    """Microseconds of causal FlashAttention-3 over ``length`` BF16 keys in blocks of 16, as a BF16 cache holds them."""
+    blocks = length // BLOCK
+    cache = torch.randn(2, blocks, BLOCK, KV_HEADS, HEAD_SIZE, device=case.device, dtype=torch.bfloat16)
+    table = torch.randperm(blocks, device=case.device).int()[None]
+    arguments = {
+        "q": case.query,
+        "k": cache[0],
+        "v": cache[1],
+        "max_seqlen_q": CHUNK,
+        "cu_seqlens_q": case.query_start_loc,
+        "max_seqlen_k": length,
+        "seqused_k": torch.tensor([length], device=case.device, dtype=torch.int32),
+        "block_table": table,
+        "softmax_scale": HEAD_SIZE**-0.5,
+        "causal": True,
+        "fa_version": 3,
+    }
+    return microseconds([lambda: attention(**arguments)], repeats=3)
 
 
 def time_flash(case: Case, attention: Callable[..., Any], length: int, causal: bool) -> float:
@@ -258,6 +351,12 @@ def run(
             print(f"{check.__name__} {variant.name}: {error:.1e}", flush=True)
             if not error <= limit:
                 raise RuntimeError(f"variant {variant.name!r} is wrong by {error:.2e}; nothing is timed")
+    attention = flash_attention() if flash else None
+    if attention is not None:
+        error = check_gathered(attention, device)
+        print(f"check_gathered: {error:.1e}", flush=True)
+        if not error <= MAX_GATHERED_ERROR:
+            raise RuntimeError(f"gathered attention is wrong by {error:.2e}; nothing is timed")
     warm_clocks(device)
     rows: list[dict[str, Any]] = []
 
@@ -280,7 +379,6 @@ def run(
             record("demote", shape, variant.name, microseconds([lambda c=case, v=variant: c.demote(v)] * 10))
     del steps, case
 
-    attention = flash_attention() if flash else None
     for context in CONTEXTS:
         case, shape = Case([(context, CHUNK)], device), f"{CHUNK} after {context}"
         operations = 4 * CHUNK * context * QUERY_HEADS * HEAD_SIZE
@@ -289,14 +387,15 @@ def run(
             record("attend_prefill", shape, variant.name, time, tflops=operations / time * 1e-6)
         if attention is None:
             continue
-        own = CHUNK * (CHUNK + 1) // 2
-        for name, length, pairs in (
-            ("context", context, CHUNK * context),
-            ("context and chunk", context + CHUNK, CHUNK * context + own),
-        ):
-            if length:
-                time = time_flash(case, attention, length, causal=length != context)
-                record("FA3 BF16", shape, name, time, tflops=4 * pairs * QUERY_HEADS * HEAD_SIZE / time * 1e-6)
+        whole = 4 * (CHUNK * context + CHUNK * (CHUNK + 1) // 2) * QUERY_HEADS * HEAD_SIZE
+        for pages in BUFFER_PAGES if context else []:
+            time, alone = time_gathered(case, attention, pages)
+            record("gather + FA3", shape, f"{pages} pages", time, tflops=whole / time * 1e-6)
+            record("gather", shape, f"{pages} pages", alone)
+        time = time_paged_flash(case, attention, context + CHUNK)
+        record("FA3 BF16", shape, "blocks of 16", time, tflops=whole / time * 1e-6)
+        time = time_flash(case, attention, context + CHUNK, causal=True)
+        record("FA3 BF16", shape, "contiguous", time, tflops=whole / time * 1e-6)
     return rows
 
 

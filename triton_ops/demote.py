@@ -388,16 +388,16 @@ def page_bound(*, num_tokens: int, num_requests: int, max_query_len: int) -> int
     return min(num_tokens, (num_tokens + (PAGE_TOKENS - 1) * num_requests) // PAGE_TOKENS)
 
 
-def launch_shape(*, bound: int, num_heads: int, head_size: int) -> tuple[int, int]:
-    """(tokens per program, warps): small parts while the pages alone do not fill a GPU.
+def launch_shape(*, bound: int, max_query_len: int, num_heads: int, head_size: int) -> tuple[int, int]:
+    """(tokens per program, warps): small parts where few pages are expected, for their latency.
 
-    Every part of a page sums the whole page's keys for the mean, so parts are no smaller than needed.
+    Every part of a page sums the whole page's keys for the mean. While decoding, one request in 128 completes a page.
+    Measured on an H200 at 8 heads of size 128: one page takes 22 us in parts of 32 and 39 us whole, 64 pages take 358
+    us and 278 us.
     """
     if head_size == 256:
         return 32, 8
-    if bound * num_heads <= 128:
-        return 32, 4
-    return (64, 4) if bound * num_heads <= 512 else (128, 8)
+    return (32, 4) if max_query_len <= PAGE_TOKENS or bound * num_heads <= 128 else (128, 8)
 
 
 def quantile_index(quantizer: Quantizer, head_size: int) -> int:
@@ -466,7 +466,7 @@ def demote(
     bound = page_bound(num_tokens=num_tokens, num_requests=num_requests, max_query_len=max_query_len)
     if bound == 0:
         return
-    tokens, warps = launch_shape(bound=bound, num_heads=heads, head_size=d)
+    tokens, warps = launch_shape(bound=bound, max_query_len=max_query_len, num_heads=heads, head_size=d)
     tokens = tokens_per_program or tokens
     _demote_kernel[(2 * PAGE_TOKENS // tokens, heads, bound)](
         key,

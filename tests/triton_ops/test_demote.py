@@ -270,10 +270,11 @@ def test_the_grid_covers_every_completed_page(requests):
 def test_launch_choices():
     assert page_bound(num_tokens=32, num_requests=32, max_query_len=1) == 32
     assert page_bound(num_tokens=8192, num_requests=1, max_query_len=8192) == 64
-    assert launch_shape(bound=1, num_heads=8, head_size=128) == (32, 4)
-    assert launch_shape(bound=64, num_heads=8, head_size=128) == (64, 4)
-    assert launch_shape(bound=782, num_heads=8, head_size=128) == (128, 8)
-    assert launch_shape(bound=782, num_heads=8, head_size=256) == (32, 8)
+    decode, chunk = {"max_query_len": 1, "num_heads": 8}, {"max_query_len": 8192, "num_heads": 8}
+    assert launch_shape(bound=256, head_size=128, **decode) == (32, 4)
+    assert launch_shape(bound=2, head_size=128, **chunk) == (32, 4)
+    assert launch_shape(bound=64, head_size=128, **chunk) == (128, 8)
+    assert launch_shape(bound=782, head_size=256, **chunk) == (32, 8)
     assert quantile_index(Quantizer("minmax", 0.92), 128) == 117
     assert quantile_index(Quantizer("minmax", 1.0), 128) == 127
     assert quantile_index(Quantizer("gauss", 1.1), 128) == 0
