@@ -48,8 +48,8 @@ ENGINES = {
     "reference": {**oscar(ops="reference"), "enforce_eager": True},
     "invariant": {**oscar(prefill="invariant"), "enforce_eager": True},
     "invariant_reference": {**oscar(prefill="invariant", ops="reference"), "enforce_eager": True},
-    "stock": {"block_size": 128},
-    "tight": {**oscar(), "enable_prefix_caching": False, "num_gpu_blocks_override": 260},
+    "stock": {"block_size": 128, "enforce_eager": True},
+    "tight": {**oscar(), "enforce_eager": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 260},
     "ngram": {
         **oscar(),
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
