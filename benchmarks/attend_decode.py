@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention of one layer: INT2 pages and BF16 windows, against FlashAttention-3 in the same process.
 
-`run(device)` checks every launch variant against the reference, refuses to time a wrong one, then times by replaying
+`run(device)` checks the shipped launch against the reference, refuses to time a wrong one, then times by replaying
 CUDA graphs that walk through several caches, so that no run finds its data in the L2 cache. Traffic counts the bytes a
 step must read: pages and windows. ``python -m benchmarks.attend_decode`` prints the table and appends it to
-``benchmarks/results/attend_decode.csv``.
+``benchmarks/results/attend_decode.csv``; with ``--variants`` other launch choices are compared with the shipped one
+instead (`run_variants`).
 """
 
 import argparse
+import concurrent.futures
+import math
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,9 +26,11 @@ from torch import Tensor
 from benchmarks import results
 from triton_ops import reference
 from triton_ops.attend_decode import (
+    AttendOptions,
     DecodeWorkspace,
     MergeOptions,
     attend_decode,
+    attend_options,
     attend_partials,
     merge_options,
     merge_partials,
@@ -31,31 +38,109 @@ from triton_ops.attend_decode import (
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import prepare_query
-from triton_ops.schedule import DecodeGrid, DecodeSchedule, register_limit, resident_programs
+from triton_ops.schedule import DecodeGrid, DecodeSchedule, resident_programs
 
 HEAD_SIZE, KV_HEADS, SINK, RECENT, BLOCK = 128, 8, 64, 256, 16
 SHAPES = [(b, n) for b in (1, 8, 32) for n in (4096, 32768, 100352)]
-VARIANT_SHAPES = [(1, 32768), (8, 100352), (32, 32768)]
+VARIANT_SHAPES = {
+    4: [(1, 4096), (1, 32768), (1, 100352), (8, 32768), (8, 100352), (32, 32768)],
+    8: [(1, 32768), (32, 32768)],
+    16: [(1, 32768), (32, 32768)],
+}
+"""Requests and tokens of each on which variants are compared, by query heads per KV head."""
+CHECK_LENGTHS = [1000, 1, 320, 5000, 129, 40000]
 COLD_BYTES = 400_000_000
 """Bytes a graph walks through before it comes back to the same cache; several times the L2."""
 MAX_ERROR = 1e-3
 """Largest error of a row's output, relative to its norm, that a variant may show before it is timed."""
 
 
+def _same(options: Any) -> Any:
+    return options
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One way to launch the same computation."""
+    """One way to launch the same computation.
 
-    name: str
+    Attributes:
+        name: for the table.
+        pdl: programmatic dependent launch, default: where the GPU can.
+        attend: the attend kernel's options, made from the shipped ones.
+        merge: the merge kernel's.
+        prepare_pairs: ``pairs`` of `prepare_query`.
+        schedule_pairs: ``pairs`` of `DecodeSchedule.update`.
+        row_blocks: programs that share the query rows of one KV head, each of which reads the pages (the L2 cache
+            serves all but the first).
+
+    """
+
+    name: str = "shipped"
     pdl: bool | None = None
-    merge: Callable[[MergeOptions], MergeOptions] = lambda shipped: shipped
+    attend: Callable[[AttendOptions], AttendOptions] = _same
+    merge: Callable[[MergeOptions], MergeOptions] = _same
+    prepare_pairs: bool = False
+    schedule_pairs: bool = False
+    row_blocks: int = 1
 
 
-def default_variants() -> list[Variant]:
+def _light(multiprocessors: int, rows: int) -> Callable[[MergeOptions], MergeOptions]:
+    """Merge programs of half a multiprocessor each, two per multiprocessor in a wave, for ``rows`` rows in all."""
+
+    def options(shipped: MergeOptions) -> MergeOptions:
+        tile = 1
+        while tile < 16 and KV_HEADS * math.ceil(rows / tile) > 2 * multiprocessors:
+            tile *= 2
+        return replace(shipped, rows=tile, slots=min(shipped.slots, 64 // tile), early=True, registers=128)
+
+    return options
+
+
+def launch_variants(groups: int, multiprocessors: int, requests: int) -> list[Variant]:
+    """Launch choices to compare, the shipped one first."""
+    light = _light(multiprocessors, requests * groups)
+
+    def quads(o: AttendOptions) -> AttendOptions:
+        return replace(o, quads=True)
+
+    def early(o: MergeOptions) -> MergeOptions:
+        return replace(o, early=True)
+
+    def tail(o: MergeOptions) -> MergeOptions:
+        return replace(o, early=True, tail=64 if o.slots == 256 else 0)
+
+    def sequential(registers: int) -> Callable[[AttendOptions], AttendOptions]:
+        return lambda o: replace(o, quads=True, sequential=True, registers=registers)
+
+    if groups == 4:
+        return [
+            Variant(),
+            Variant("no pdl", pdl=False),
+            Variant("quads", attend=quads),
+            Variant("prepare in pairs", prepare_pairs=True),
+            Variant("paired tiles", schedule_pairs=True),
+            Variant("merge early", merge=early),
+            Variant("merge tail", merge=tail),
+            Variant("merge light", merge=light),
+            Variant("all, tail", attend=quads, prepare_pairs=True, schedule_pairs=True, merge=tail),
+            Variant("all, light", attend=quads, prepare_pairs=True, schedule_pairs=True, merge=light),
+        ]
+    if groups == 8:
+        return [
+            Variant(),
+            Variant("sequential 168", attend=sequential(168)),
+            Variant("sequential 128", attend=sequential(128)),
+            Variant("all, light", attend=sequential(128), prepare_pairs=True, schedule_pairs=True, merge=light),
+        ]
     return [
-        Variant("shipped"),
-        Variant("no pdl", pdl=False),
-        Variant("merge in halves", merge=lambda o: replace(o, columns=HEAD_SIZE // 2)),
+        Variant(),
+        Variant("sequential 255", attend=sequential(255)),
+        Variant("sequential 168", attend=sequential(168)),
+        Variant("halves, 168", attend=sequential(168), row_blocks=2),
+        Variant("halves, 128", attend=sequential(128), row_blocks=2),
+        Variant(
+            "all, light", attend=sequential(128), prepare_pairs=True, schedule_pairs=True, merge=light, row_blocks=2
+        ),
     ]
 
 
@@ -91,15 +176,9 @@ class Cache:
 
 
 class Batch:
-    """One decode step of some requests over several disjoint choices of pages.
+    """One decode step of some requests over several disjoint choices of pages, launched as `select` says."""
 
-    With ``row_blocks`` the query heads of a KV head are shared out to that many programs, each of which reads the pages
-    (the L2 cache serves all but the first), instead of the shipped number.
-    """
-
-    def __init__(
-        self, cache: Cache, lengths: list[int], groups: int, copies: int | None = None, row_blocks: int = 1
-    ) -> None:
+    def __init__(self, cache: Cache, lengths: list[int], groups: int, copies: int | None = None) -> None:
         device, self.cache = cache.device, cache
         requests, longest = len(lengths), max(lengths)
         needed = [n // PAGE_TOKENS for n in lengths]
@@ -129,21 +208,45 @@ class Batch:
         self.output = torch.full_like(self.query, torch.nan)
         self.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        sizes: dict[str, Any] = {
+        self.sizes: dict[str, Any] = {
             "num_query_heads": KV_HEADS * groups,
             "num_kv_heads": KV_HEADS,
             "head_size": HEAD_SIZE,
         }
-        self.workspace = DecodeWorkspace.allocate(max_requests=requests, max_query_len=1, device=device, **sizes)
+        self.workspace = DecodeWorkspace.allocate(max_requests=requests, max_query_len=1, device=device, **self.sizes)
         self.schedule = DecodeSchedule.allocate(
             max_requests=requests, multiprocessors=self.workspace.multiprocessors, device=device
         )
-        self.grid = self.workspace.grid(num_requests=requests, max_query_len=1, **sizes)
-        if row_blocks > 1:
-            rows, capability = self.grid.rows // row_blocks, self.workspace.capability
-            resident = resident_programs(rows=rows, head_size=HEAD_SIZE, capability=capability)
-            entries = self.workspace.multiprocessors * resident // (KV_HEADS * row_blocks)
-            self.grid = DecodeGrid(requests, rows, row_blocks, max(entries, requests))
+        self.select(Variant())
+
+    def select(self, variant: Variant) -> None:
+        """Launch as a variant from now on."""
+        self.variant, workspace, requests = variant, self.workspace, len(self.lengths)
+        self.grid = workspace.grid(num_requests=requests, max_query_len=1, **self.sizes)
+        rows = self.grid.rows // variant.row_blocks
+        shipped = attend_options(rows=rows, head_size=HEAD_SIZE)
+        self.attend_options = variant.attend(shipped)
+        if variant.row_blocks > 1 or self.attend_options.registers != shipped.registers:
+            resident = resident_programs(
+                rows=rows,
+                head_size=HEAD_SIZE,
+                capability=workspace.capability,
+                registers=self.attend_options.registers,
+            )
+            entries = max(workspace.multiprocessors * resident // (KV_HEADS * variant.row_blocks), requests)
+            self.grid = DecodeGrid(requests, rows, variant.row_blocks, entries)
+        needed = (self.grid.entries + requests) * KV_HEADS * self.grid.row_blocks * rows
+        if needed * HEAD_SIZE > workspace.partial.numel():
+            partial, stats = (workspace.partial.new_empty(needed * n) for n in (HEAD_SIZE, 2))
+            self.workspace = replace(workspace, partial=partial, stats=stats)
+        self.merge_options = variant.merge(
+            merge_options(
+                grid=self.grid,
+                num_kv_heads=KV_HEADS,
+                head_size=HEAD_SIZE,
+                multiprocessors=workspace.multiprocessors,
+            )
+        )
         self.update()
 
     def update(self, index: int = 0) -> None:
@@ -155,9 +258,10 @@ class Batch:
             window_block_size=BLOCK,
             sink=SINK,
             recent=RECENT,
+            pairs=self.variant.schedule_pairs,
         )
 
-    def prepare(self, pdl: bool | None = None) -> None:
+    def prepare(self) -> None:
         prepare_query(
             query=self.query,
             codec=self.cache.codec,
@@ -166,7 +270,8 @@ class Batch:
             seq_lens=self.seq_lens,
             scale=HEAD_SIZE**-0.5,
             prepared=self.workspace.prepared,
-            launch_pdl=pdl,
+            launch_pdl=self.variant.pdl,
+            pairs=self.variant.prepare_pairs,
         )
 
     def _cache(self, index: int) -> dict[str, Any]:
@@ -182,25 +287,17 @@ class Batch:
             "recent": RECENT,
         }
 
-    def attend(self, index: int, variant: Variant) -> Any:
+    def attend(self, index: int, pdl: bool | None = None) -> Any:
         return attend_partials(
             query=self.query,
             **self._cache(index),
             schedule=self.schedule,
             workspace=self.workspace,
-            launch_pdl=variant.pdl,
+            launch_pdl=pdl,
+            options=self.attend_options,
         )
 
-    def merge_options(self, variant: Variant) -> MergeOptions:
-        shipped = merge_options(
-            grid=self.grid,
-            num_kv_heads=KV_HEADS,
-            head_size=HEAD_SIZE,
-            multiprocessors=self.workspace.multiprocessors,
-        )
-        return variant.merge(shipped)
-
-    def merge(self, variant: Variant) -> Any:
+    def merge(self) -> Any:
         return merge_partials(
             codec=self.cache.codec,
             query_start_loc=self.query_start_loc,
@@ -208,12 +305,12 @@ class Batch:
             schedule=self.schedule,
             workspace=self.workspace,
             output=self.output,
-            launch_pdl=variant.pdl,
-            options=self.merge_options(variant),
+            launch_pdl=self.variant.pdl,
+            options=self.merge_options,
         )
 
-    def whole(self, index: int, variant: Variant) -> None:
-        self.prepare(variant.pdl)
+    def whole(self, index: int) -> None:
+        self.prepare()
         attend_decode(
             query=self.query,
             **self._cache(index),
@@ -222,14 +319,15 @@ class Batch:
             schedule=self.schedule,
             workspace=self.workspace,
             output=self.output,
-            launch_pdl=variant.pdl,
-            merge=self.merge_options(variant),
+            launch_pdl=self.variant.pdl,
+            options=self.attend_options,
+            merge=self.merge_options,
         )
 
-    def error(self, variant: Variant) -> float:
+    def error(self) -> float:
         """Worst row of the whole step against the reference, relative to the row's norm."""
         rounded, self.output = self.output, torch.full_like(self.output, torch.nan, dtype=torch.float32)
-        self.whole(0, variant)
+        self.whole(0)
         output, self.output = self.output, rounded
         # The step's own key and value, which the reference takes from outside, are the newest window slots.
         last = self.seq_lens.long() - 1
@@ -361,63 +459,63 @@ class FlashAttention:
         return microseconds([lambda table=table: call(table) for table in tables])
 
 
-def time_batch(batch: Batch, variant: Variant) -> dict[str, float]:
+def time_batch(batch: Batch) -> dict[str, float]:
     """Microseconds of each launch and of the whole step."""
     indices = range(len(batch.tables))
-    batch.whole(0, variant)
+    batch.whole(0)
     return {
-        "prepare": microseconds([lambda: batch.prepare(variant.pdl)] * 16),
-        "attend": microseconds([lambda i=i: batch.attend(i, replace(variant, pdl=False)) for i in indices]),
-        "merge": microseconds([lambda: batch.merge(variant)] * 16),
-        "whole": microseconds([lambda i=i: batch.whole(i, variant) for i in indices]),
+        "prepare": microseconds([batch.prepare] * 16),
+        "attend": microseconds([lambda i=i: batch.attend(i, pdl=False) for i in indices]),
+        "merge": microseconds([batch.merge] * 16),
+        "whole": microseconds([lambda i=i: batch.whole(i) for i in indices]),
     }
 
 
-def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool = True) -> list[dict[str, Any]]:
-    """Check, time, print and return one row per measurement.
+def shape_name(requests: int, length: int) -> str:
+    return f"{requests} x {length // 1000}k"
 
-    Args:
-        device: a CUDA device.
-        variants: launch variants to compare on three shapes; the first one is timed everywhere.
-        flash: also time vLLM's FlashAttention-3 where it can be imported.
+
+def make_cache(device: str) -> Cache:
+    """A pool for the largest batch."""
+    return Cache(max(b * n for b, n in SHAPES) // PAGE_TOKENS + 1024, 6144, device)
+
+
+def check(cache: Cache, groups: int, variants: list[Variant]) -> None:
+    """Compare whole steps with the reference.
 
     Raises:
-        RuntimeError: a variant's result is wrong; nothing is timed.
+        RuntimeError: a variant's result is wrong.
 
     """
-    variants = variants or default_variants()
-    largest = max(b * n for b, n in SHAPES)
-    cache = Cache(largest // PAGE_TOKENS + 1024, 6144, device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
-
-    lengths = [1000, 1, 320, 5000, 129, 40000]
-    shipped, halves = Variant("shipped"), Variant("half the rows")
-    checks = [(4, variant, 1) for variant in variants]
-    checks += [(groups, *choice) for groups in (8, 16) for choice in ((shipped, 1), (halves, 2))]
-    for groups, variant, row_blocks in checks:
-        probe = Batch(cache, lengths, groups, copies=1, row_blocks=row_blocks)
-        error = probe.error(variant)
-        kernel, merge = probe.attend(0, variant), probe.merge(variant)
-        limit = register_limit(probe.grid.rows, HEAD_SIZE)
+    probe = Batch(cache, CHECK_LENGTHS, groups, copies=1)
+    for variant in variants:
+        probe.select(variant)
+        error = probe.error()
+        kernel, merge = probe.attend(0), probe.merge()
         print(
-            f"check {variant.name:13s} groups {groups:2d}: error {error:.1e}; attend {kernel.n_regs} registers "
-            f"(limit {limit}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
+            f"check {variant.name:16s} G{groups:<2d}: error {error:.1e}; attend {kernel.n_regs} registers (limit "
+            f"{probe.attend_options.registers}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
             f"merge {merge.n_regs} registers, {merge.n_spills} spilled, {merge.metadata.shared} B shared",
             flush=True,
         )
         if not error < MAX_ERROR:
             raise RuntimeError(f"variant {variant.name!r} is wrong by {error:.2e}; nothing is timed")
 
-    warm_clocks(device)
-    copy = copy_bandwidth(device)
-    print(f"copy {copy / 1e12:.2f} TB/s", flush=True)
-    rows: list[dict[str, Any]] = []
 
-    def record(name: str, variant: Variant, batch: Batch, groups: int) -> None:
-        times = time_batch(batch, variant)
-        share = batch.traffic / (times["whole"] * 1e-6) / copy
-        attend_share = batch.traffic / (times["attend"] * 1e-6) / copy
-        rows.append(
+class Recorder:
+    """Times batches, prints and keeps a row for each."""
+
+    def __init__(self, device: str) -> None:
+        warm_clocks(device)
+        self.copy = copy_bandwidth(device)
+        self.rows: list[dict[str, Any]] = []
+        print(f"copy {self.copy / 1e12:.2f} TB/s", flush=True)
+
+    def record(self, name: str, batch: Batch, groups: int, variant: Variant) -> None:
+        batch.select(variant)
+        times = time_batch(batch)
+        share, attend_share = (batch.traffic / (times[part] * 1e-6) / self.copy for part in ("whole", "attend"))
+        self.rows.append(
             {"shape": name, "variant": variant.name, "groups": groups, "MB": batch.traffic / 1e6}
             | times
             | {"share_attend": attend_share, "share_whole": share}
@@ -429,37 +527,56 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
             flush=True,
         )
 
-    batches = {}
-    for requests, length in SHAPES:
-        name = f"{requests} x {length // 1000}k"
-        batches[name] = Batch(cache, [length] * requests, 4)
-        record(name, variants[0], batches[name], 4)
-    for requests, length in VARIANT_SHAPES:
-        name = f"{requests} x {length // 1000}k"
-        for variant in variants[1:]:
-            record(name, variant, batches[name], 4)
+
+def skewed_batches(cache: Cache) -> list[tuple[str, Batch]]:
+    """One long request among short ones, and as many tokens shared out evenly."""
+    balanced = (131072 + 31 * 4096) // 32
+    return [
+        ("1x128k+31x4k", Batch(cache, [131072] + [4096] * 31, 4)),
+        ("balanced", Batch(cache, [balanced] * 32, 4)),
+    ]
+
+
+def run(device: str = "cuda", flash: bool = True) -> list[dict[str, Any]]:
+    """Check the shipped launch, time it on all shapes, print and return one row per measurement.
+
+    Args:
+        device: a CUDA device.
+        flash: also time vLLM's FlashAttention-3 where it can be imported.
+
+    Raises:
+        RuntimeError: a result is wrong; nothing is timed.
+
+    """
+    cache, shipped = make_cache(device), Variant()
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
+    for groups in VARIANT_SHAPES:
+        check(cache, groups, [shipped])
+    recorder = Recorder(device)
+    rows, record = recorder.rows, recorder.record
+    batches = {shape_name(b, n): Batch(cache, [n] * b, 4) for b, n in SHAPES}
+    for name, batch in batches.items():
+        record(name, batch, 4, shipped)
     for groups in (8, 16):
-        record("32 x 32k", shipped, Batch(cache, [32768] * 32, groups), groups)
-        record("32 x 32k", halves, Batch(cache, [32768] * 32, groups, row_blocks=2), groups)
-    skewed = Batch(cache, [131072] + [4096] * 31, 4)
-    balanced = Batch(cache, [(131072 + 31 * 4096) // 32] * 32, 4)
-    record("1x128k+31x4k", variants[0], skewed, 4)
-    record("balanced", variants[0], balanced, 4)
+        record("32 x 32k", Batch(cache, [32768] * 32, groups), groups, shipped)
+    (skewed_name, skewed), balanced = skewed_batches(cache)
+    for name, batch in ((skewed_name, skewed), balanced):
+        record(name, batch, 4, shipped)
     schedule_time = microseconds([skewed.update] * 8)
     print(f"schedule of 32 requests, once per step: {schedule_time:.1f} us", flush=True)
     rows.append({"shape": "32 requests", "variant": "schedule", "whole": schedule_time})
 
     if flash:
         try:
-            attention = FlashAttention(largest, device)
+            attention = FlashAttention(max(b * n for b, n in SHAPES), device)
         except ImportError as error:
             print(f"FlashAttention-3 is not timed: {error}")
             return rows
-        ours = {row["shape"]: row["whole"] for row in rows if row["variant"] == variants[0].name and row["groups"] == 4}
+        ours = {row["shape"]: row["whole"] for row in rows if row.get("groups") == 4}
         for dtype in ("bf16", "fp8"):
             if dtype == "fp8":
                 attention.quantize()
-            for name, batch in [*batches.items(), ("1x128k+31x4k", skewed)]:
+            for name, batch in [*batches.items(), (skewed_name, skewed)]:
                 time = attention.time(batch)
                 rows.append({"shape": name, "variant": f"flash-attention-3 {dtype}", "groups": 4, "whole": time})
                 print(
@@ -468,11 +585,72 @@ def run(device: str = "cuda", variants: list[Variant] | None = None, flash: bool
     return rows
 
 
+def _variants(groups: int, device: str, requests: int = len(CHECK_LENGTHS)) -> list[Variant]:
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return launch_variants(groups, multiprocessors, requests)
+
+
+def _compile(groups: int, index: int, device: str) -> None:
+    """Launch one variant on everything `run_variants` asks of it, so that Triton's cache on disk holds its kernels."""
+    cache = Cache(CHECK_LENGTHS[-1] * 32 // PAGE_TOKENS, 6144, device)
+    probe = Batch(cache, CHECK_LENGTHS, groups, copies=1)
+    probe.select(_variants(groups, device)[index])
+    probe.whole(0)
+    probe.output = probe.output.float()
+    probe.whole(0)
+    for requests, length in VARIANT_SHAPES[groups]:
+        batch = Batch(cache, [min(length, 16384)] * requests, groups, copies=1)
+        batch.select(_variants(groups, device, requests)[index])
+        batch.whole(0)
+        batch.attend(0, pdl=False)
+    torch.cuda.synchronize()
+
+
+def compile_variants(device: str) -> None:
+    """`_compile` every variant, each in a process of its own."""
+    jobs = [(groups, i, device) for groups in VARIANT_SHAPES for i in range(len(_variants(groups, device)))]
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for future in [pool.submit(_compile, *job) for job in jobs]:
+            future.result()
+
+
+def run_variants(device: str = "cuda") -> list[dict[str, Any]]:
+    """Compare launch choices with the shipped one on `VARIANT_SHAPES`; checked first, rows as those of `run`.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        RuntimeError: a variant's result is wrong; nothing is timed.
+
+    """
+    compile_variants(device)
+    cache = make_cache(device)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
+    for groups in VARIANT_SHAPES:
+        check(cache, groups, _variants(groups, device))
+    recorder = Recorder(device)
+    for groups, shapes in VARIANT_SHAPES.items():
+        for requests, length in shapes:
+            batch = Batch(cache, [length] * requests, groups)
+            for variant in _variants(groups, device, requests):
+                recorder.record(shape_name(requests, length), batch, groups, variant)
+    for name, batch in skewed_batches(cache):
+        for variant in _variants(4, device, 32):
+            if variant.name == "shipped" or variant.name.startswith("all"):
+                recorder.record(name, batch, 4, variant)
+    return recorder.rows
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-flash", action="store_true", help="skip FlashAttention-3")
+    parser.add_argument("--variants", action="store_true", help="compare launch choices instead")
     arguments = parser.parse_args()
-    results.append("attend_decode", run(flash=not arguments.no_flash))
+    rows = run_variants() if arguments.variants else run(flash=not arguments.no_flash)
+    results.append("attend_decode", rows)
     return 0
 
 

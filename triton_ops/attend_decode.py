@@ -93,9 +93,35 @@ def _load_codes(pointer, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_metadata(pointer):
-    """A metadata vector, [128] float32 in token order."""
-    return tl.load(pointer + tl.arange(0, 128)).reshape([8, 16]).trans(1, 0).reshape([128]).to(tl.float32)
+def _load_key_codes(pointer, chunk, ROWS: tl.constexpr, QUADS: tl.constexpr):
+    """Chunk ``chunk`` of a page's key codes, [ROWS, 32] int8; rows as in `_row_token`."""
+    if QUADS:
+        at = tl.arange(0, ROWS * 32)
+        x = tl.load(pointer + (at // 512 * (128 // ROWS) + chunk) * 512 + at % 512)
+        x = x.reshape([4, ROWS // 64, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([ROWS, 32])
+    else:
+        x = _load_codes(pointer + chunk * ROWS * 32, ROWS)
+    return x
+
+
+@triton.jit
+def _row_token(QUADS: tl.constexpr):
+    """Token of each row of the logits, [128]. With QUADS, a lane's rows 16 apart are consecutive tokens."""
+    row = tl.arange(0, 128)
+    if QUADS:
+        row = row // 2 % 4 * 32 + row // 64 * 16 + row // 8 % 2 * 8 + row % 2 * 4 + row // 16 % 4
+    return row
+
+
+@triton.jit
+def _load_metadata(pointer, QUADS: tl.constexpr):
+    """A metadata vector, [128] float32 in the order of `_row_token`."""
+    x = tl.load(pointer + tl.arange(0, 128))
+    if QUADS:
+        x = x.reshape([2, 4, 4, 2, 2]).trans(3, 1, 4, 2, 0)
+    else:
+        x = x.reshape([8, 16]).trans(1, 0)
+    return x.reshape([128]).to(tl.float32)
 
 
 @triton.jit
@@ -103,6 +129,14 @@ def _load_fragment(pointer, COLUMNS: tl.constexpr):
     """One plane of the query's halves, [32 slots, COLUMNS] int8."""
     x = tl.load(pointer + tl.arange(0, 32 * COLUMNS))
     return x.reshape([COLUMNS, 4, 2, 4]).trans(2, 1, 3, 0).reshape([32, COLUMNS])
+
+
+@triton.jit
+def _load_half(pointer, ROWS: tl.constexpr):
+    """One plane of one half of the query, [32 slots, ROWS] int8."""
+    at = tl.arange(0, 32 * ROWS)
+    x = tl.load(pointer + at // 32 * 64 + at % 32)
+    return x.reshape([ROWS, 4, 2, 4]).trans(2, 1, 3, 0).reshape([32, ROWS])
 
 
 @triton.jit
@@ -120,9 +154,14 @@ def _key_sums(
     HEAD_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    QUADS: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Raw sums of one page from ``start`` [2 ROWS] int32 on, [128 tokens, ROWS] float32."""
+    """Raw sums of one page, [128, ROWS] float32, rows as in `_row_token`.
+
+    ``start``, int32, is what the sums start from: [2 ROWS] for (high, low) columns; [ROWS] with SEQUENTIAL.
+    """
     sums = ()
     if HEAD_SIZE == 64:
         k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
@@ -134,16 +173,28 @@ def _key_sums(
         x = tl.dot(k3, fragments[1], x, out_dtype=tl.int32)
         sums = sums + (_join_halves(x, 64, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
     else:
-        for chunk in tl.static_range(128 // CHUNK):
+        for chunk in tl.static_range(0 if SEQUENTIAL else 128 // CHUNK):
             x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
             for part in tl.static_range(HEAD_SIZE // 128):
-                codes = _load_codes(codes_ptr + part * 4096 + chunk * CHUNK * 32, CHUNK)
+                codes = _load_key_codes(codes_ptr + part * 4096, chunk, CHUNK, QUADS)
                 k0, k1, k2, k3 = _unpack(codes, COMPILED)
                 x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
                 x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
                 x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
                 x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
             sums = sums + (_join_halves(x, CHUNK, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+        for chunk in tl.static_range(128 // CHUNK if SEQUENTIAL else 0):
+            k0, k1, k2, k3 = _unpack(_load_key_codes(codes_ptr, chunk, CHUNK, QUADS), COMPILED)
+            x = tl.dot(k0, fragments[0], out_dtype=tl.int32)
+            x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
+            x = tl.dot(k2, fragments[2], x, out_dtype=tl.int32)
+            x = tl.dot(k3, fragments[3], x, out_dtype=tl.int32)
+            x = x * 256 + start[None, :]
+            x = tl.dot(k0, fragments[4], x, out_dtype=tl.int32)
+            x = tl.dot(k1, fragments[5], x, out_dtype=tl.int32)
+            x = tl.dot(k2, fragments[6], x, out_dtype=tl.int32)
+            x = tl.dot(k3, fragments[7], x, out_dtype=tl.int32)
+            sums = sums + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     if HEAD_SIZE != 64 and CHUNK == 128:
         joined = sums[0]
     else:
@@ -154,20 +205,45 @@ def _key_sums(
 
 
 @triton.jit
-def _weight_halves(weights, ROWS: tl.constexpr):
-    """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
-    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
-    bits = (weights + 8388736.0).to(tl.int32, bitcast=True)
-    pair = tl.broadcast_to(bits.reshape([128, ROWS, 1]), [128, ROWS, 2])
-    high = (tl.arange(0, 2) == 0)[None, None, :]
-    pair = tl.where(high, pair >> 8, pair ^ 128).to(tl.int8).reshape([128, 2 * ROWS])
-    even, odd = tl.split(pair.reshape([2, 2, 32, 2 * ROWS]).trans(2, 3, 0, 1))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
+def _planes(x, COLUMNS: tl.constexpr, QUADS: tl.constexpr):
+    """[128, COLUMNS], rows as in `_row_token`, to the tokens of each plane, four times [32, COLUMNS]."""
+    if QUADS:
+        x = x.reshape([2, 4, 2, 2, 2, 2, COLUMNS]).trans(0, 2, 5, 1, 6, 3, 4).reshape([32, COLUMNS, 2, 2])
+    else:
+        x = x.reshape([2, 2, 32, COLUMNS]).trans(2, 3, 0, 1)
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
+def _round_weights(weights):
+    """Integers nearest to weights below 2**15: the halves are bits 8.. and, but for their sign bit, bits 0..7."""
+    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
+    return (weights + 8388736.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weight_halves(weights, ROWS: tl.constexpr, QUADS: tl.constexpr):
+    """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
+    pair = tl.broadcast_to(_round_weights(weights).reshape([128, ROWS, 1]), [128, ROWS, 2])
+    high = (tl.arange(0, 2) == 0)[None, None, :]
+    pair = tl.where(high, pair >> 8, pair ^ 128).to(tl.int8).reshape([128, 2 * ROWS])
+    return _planes(pair, 2 * ROWS, QUADS)
+
+
+@triton.jit
+def _flip_sign(x, COMPILED: tl.constexpr):
+    """x ^ 128 for int8, four at a time."""
+    if COMPILED:
+        x = tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        x = x ^ -128
+    return x
+
+
+@triton.jit(do_not_specialize=["page_table_ptr", "window_table_ptr", "page_table_stride", "window_table_stride"])
 def _attend_kernel(
     query_ptr,
     fragments_ptr,
@@ -213,6 +289,8 @@ def _attend_kernel(
     VALUE_CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW_STAGES: tl.constexpr,
+    QUADS: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -234,6 +312,8 @@ def _attend_kernel(
     window_tiles = tl.load(entry + 10)
     first_page = tl.load(entry + 11)
     whole_end = tl.load(entry + 12)
+    unit_tiles = tl.load(entry + 13)
+    window_units = tl.cdiv(window_tiles, unit_tiles)
     if request < 0:
         if PDL:
             gdc_wait()
@@ -243,7 +323,7 @@ def _attend_kernel(
     blocks = tl.num_programs(1)
     out_row = tl.arange(0, ROWS)
 
-    if begin < window_tiles:
+    if begin < window_units:
         COLUMNS: tl.constexpr = 8 if ROWS < 8 else ROWS
         dim = tl.arange(0, HEAD_SIZE)
         column = tl.arange(0, COLUMNS)
@@ -256,7 +336,7 @@ def _attend_kernel(
         m = tl.full([COLUMNS], -1.0e30, tl.float32)
         total = tl.zeros([COLUMNS], tl.float32)
         acc = tl.zeros([HEAD_SIZE, COLUMNS], tl.float32)
-        for i in tl.range(begin, tl.minimum(end, window_tiles), num_stages=WINDOW_STAGES):
+        for i in tl.range(begin * unit_tiles, tl.minimum(end * unit_tiles, window_tiles), num_stages=WINDOW_STAGES):
             tile = tl.where(i < sink_tiles, i, recent_tile + i - sink_tiles) * TILE
             block = tl.load(window_table + tile // BLOCK).to(tl.int64)
             token = tile + tl.arange(0, TILE)
@@ -285,18 +365,22 @@ def _attend_kernel(
         tl.store(stats_ptr + slot * (2 * ROWS) + column, m, mask=column < ROWS)
         tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + column, total, mask=column < ROWS)
 
-    start = tl.maximum(begin - window_tiles, 0) + first_page
+    start = tl.maximum(begin - window_units, 0) + first_page
     if PDL:
-        if end > window_tiles:
+        if end > window_units:
             # While the query is prepared, the first page comes as far as the L2 cache.
             page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
             last: tl.constexpr = KEY_ZERO + (256 if TOKEN_ZERO else 2 * HEAD_SIZE) - 1
             prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
         gdc_wait()
-    if end > window_tiles:
+    if end > window_units:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
         fragments = ()
-        for plane in tl.static_range(HEAD_SIZE // 32):
+        for half in tl.static_range(2 if SEQUENTIAL else 0):
+            for plane in tl.static_range(HEAD_SIZE // 32):
+                source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS) + half * 32
+                fragments = fragments + (_load_half(source, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+        for plane in tl.static_range(0 if SEQUENTIAL else HEAD_SIZE // 32):
             source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
             fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # type: ignore[assignment]  # noqa: RUF005
         factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
@@ -304,17 +388,25 @@ def _attend_kernel(
         pair = tl.arange(0, 2 * ROWS)
         if TOKEN_ZERO:
             integers = tl.load(sums_ptr + prepared * ROWS + out_row).to(tl.float32)
-            first_sum = tl.zeros([2 * ROWS], tl.int32)
+            first_sum = tl.zeros([ROWS if SEQUENTIAL else 2 * ROWS], tl.int32)
+        elif SEQUENTIAL:
+            first_sum = -((3 * tl.load(sums_ptr + prepared * ROWS + out_row)) >> 1)
         else:
             integers = tl.load(sums_ptr + prepared * ROWS + pair // 2)
             first_sum = tl.where(pair % 2 == 1, -((3 * integers) >> 1), 0)
         if not TOKEN_ZERO:
             # q . mu: rows of A and columns of B each hold one half of the dimensions; equal halves count.
+            # A row's halves are neighbouring columns or, so that rows lie as the sums do, ROWS apart.
             half = tl.arange(0, HEAD_SIZE // 2)
-            plain_at = pair[None, :] * (HEAD_SIZE // 2) + half[:, None]
+            same = tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :]
+            if SEQUENTIAL:
+                plain_at = (pair % ROWS * 2 + pair // ROWS)[None, :] * (HEAD_SIZE // 2) + half[:, None]
+                same = same[:, None, :, None]
+            else:
+                plain_at = pair[None, :] * (HEAD_SIZE // 2) + half[:, None]
+                same = same[:, None, None, :]
             plain = tl.load(plain_ptr + prepared * (ROWS * HEAD_SIZE) + plain_at)
-            same = (tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :])[:, None, None, :]
-        plane_weight = tl.where((tl.arange(0, 128) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
+        plane_weight = tl.where((_row_token(QUADS) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
         position = step + (row_block * ROWS + out_row) // GROUP
 
         m = tl.full([ROWS], -1.0e30, tl.float32)
@@ -323,26 +415,33 @@ def _attend_kernel(
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
-        for i in tl.range(start, end - window_tiles + first_page, num_stages=STAGES):
+        for i in tl.range(start, end - window_units + first_page, num_stages=STAGES):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
             meta = metadata_ptr + page // 2
-            s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, COMPILED)
-            key_scale = _load_metadata(meta + KEY_SCALE // 2)
+            s = _key_sums(
+                codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, QUADS, SEQUENTIAL,
+                COMPILED,
+            )  # fmt: skip
+            key_scale = _load_metadata(meta + KEY_SCALE // 2, QUADS)
             if TOKEN_ZERO:
-                key_zero = _load_metadata(meta + KEY_ZERO // 2)
+                key_zero = _load_metadata(meta + KEY_ZERO // 2, QUADS)
                 s = s * key_scale[:, None] + key_zero[:, None] * integers[None, :]
                 shared = mean_factor
             else:
                 s = s * key_scale[:, None]
                 mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE)).reshape([2, 1, HEAD_SIZE // 2])
                 mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
-                products = tl.dot(mean, plain).reshape([2, 8, ROWS, 2])
-                products = tl.sum(tl.sum(tl.where(same, products, 0.0), 3), 0)
+                products = tl.dot(mean, plain)
+                if SEQUENTIAL:
+                    products = tl.sum(tl.where(same, products.reshape([2, 8, 2, ROWS]), 0.0), 2)
+                else:
+                    products = tl.sum(tl.where(same, products.reshape([2, 8, ROWS, 2]), 0.0), 3)
+                products = tl.sum(products, 0)
                 shared = tl.max(products, 0) * mean_factor
-            value_scale = _load_metadata(meta + VALUE_SCALE // 2)
-            value_zero = _load_metadata(meta + VALUE_ZERO // 2)
+            value_scale = _load_metadata(meta + VALUE_SCALE // 2, QUADS)
+            value_zero = _load_metadata(meta + VALUE_ZERO // 2, QUADS)
             if (i >= whole_end) | (i * 128 < sink):
-                token = i * 128 + tl.arange(0, 128)
+                token = i * 128 + _row_token(QUADS)
                 missing = (tl.load(window_table + token // BLOCK) == 0) & (token < step)
                 old = (token[:, None] <= position[None, :] - recent) | missing[:, None]
                 stored = token >= sink
@@ -353,7 +452,16 @@ def _attend_kernel(
             p = tl.exp2(s * factor[None, :] - top[None, :])
             largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
             weight = value_scale * (plane_weight * (1.0 / largest))
-            w0, w1, w2, w3 = _weight_halves(p * weight[:, None], ROWS)
+            if SEQUENTIAL:
+                bits = _round_weights(p * weight[:, None])
+                h0, h1, h2, h3 = _planes((bits >> 8).to(tl.int8), ROWS, QUADS)
+                l0, l1, l2, l3 = _planes(bits.to(tl.int8), ROWS, QUADS)
+                l0 = _flip_sign(l0, COMPILED)
+                l1 = _flip_sign(l1, COMPILED)
+                l2 = _flip_sign(l2, COMPILED)
+                l3 = _flip_sign(l3, COMPILED)
+            else:
+                w0, w1, w2, w3 = _weight_halves(p * weight[:, None], ROWS, QUADS)
             m_page = top + shared
             m_new = tl.maximum(m, m_page)
             keep = tl.exp2(m - m_new)
@@ -367,11 +475,22 @@ def _attend_kernel(
             for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
                 codes = _load_codes(codes_ptr + page + VALUE_CODES + chunk * VALUE_CHUNK * 32, VALUE_CHUNK)
                 v0, v1, v2, v3 = _unpack(codes, COMPILED)
-                x = tl.dot(v0, w0, out_dtype=tl.int32)
-                x = tl.dot(v1, w1, x, out_dtype=tl.int32)
-                x = tl.dot(v2, w2, x, out_dtype=tl.int32)
-                x = tl.dot(v3, w3, x, out_dtype=tl.int32)
-                added = _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
+                if SEQUENTIAL:
+                    x = tl.dot(v0, h0, out_dtype=tl.int32)
+                    x = tl.dot(v1, h1, x, out_dtype=tl.int32)
+                    x = tl.dot(v2, h2, x, out_dtype=tl.int32)
+                    x = tl.dot(v3, h3, x, out_dtype=tl.int32) * 256
+                    x = tl.dot(v0, l0, x, out_dtype=tl.int32)
+                    x = tl.dot(v1, l1, x, out_dtype=tl.int32)
+                    x = tl.dot(v2, l2, x, out_dtype=tl.int32)
+                    x = tl.dot(v3, l3, x, out_dtype=tl.int32)
+                    added = x.to(tl.float32) * gain[None, :]
+                else:
+                    x = tl.dot(v0, w0, out_dtype=tl.int32)
+                    x = tl.dot(v1, w1, x, out_dtype=tl.int32)
+                    x = tl.dot(v2, w2, x, out_dtype=tl.int32)
+                    x = tl.dot(v3, w3, x, out_dtype=tl.int32)
+                    added = _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
                 new = new + (acc[chunk] * keep[None, :] + added,)  # type: ignore[assignment]  # noqa: RUF005
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
@@ -387,6 +506,50 @@ def _attend_kernel(
 
 
 @triton.jit
+def _pin(x):
+    """x, computed here and not where it is used."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _add_partials(
+    at,
+    m,
+    total,
+    mass,
+    window,
+    history,
+    partial_row,
+    stats_row,
+    count,
+    windows,
+    stride,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Add partials ``at`` to ``at + SLOTS`` of some rows to their sums."""
+    k = at + tl.arange(0, SLOTS)
+    here = k[None, :] < count[:, None]
+    offset = k[None, :] * stride
+    source = partial_row[:, None] + offset * HEAD_SIZE
+    part = tl.load(source[:, :, None] + tl.arange(0, HEAD_SIZE)[None, None, :], mask=here[:, :, None], other=0.0)
+    stats = stats_row[:, None] + offset * 2
+    m_part = tl.load(stats, mask=here, other=-1.0e30)
+    total_part = tl.load(stats + ROWS, mask=here, other=0.0)
+    m_new = tl.maximum(m, tl.max(m_part, 1))
+    weight = tl.exp2(m_part - m_new[:, None])
+    keep = tl.exp2(m - m_new)
+    from_window = tl.where(k[None, :] < windows[:, None], weight, 0.0)
+    from_history = weight - from_window
+    total = total * keep + tl.sum(total_part * weight, 1)
+    mass = mass * keep + tl.sum(total_part * from_history, 1)
+    window = window * keep[:, None] + tl.sum(part * from_window[:, :, None], 1)
+    history = history * keep[:, None] + tl.sum(part * from_history[:, :, None], 1)
+    return m_new, total, mass, window, history
+
+
+@triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests"])
 def _merge_kernel(
     partial_ptr,
     stats_ptr,
@@ -411,6 +574,8 @@ def _merge_kernel(
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
+    TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Everything the attend kernel does not write is on its way before the wait: no load below depends on another but
@@ -433,6 +598,10 @@ def _merge_kernel(
     seq_len = tl.load(seq_lens_ptr + request, mask=exists, other=0)
     mean = tl.load(mean_ptr + head * HEAD_SIZE + column)
     rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
+    high = rotation.to(tl.float16)
+    low = (rotation - high.to(tl.float32)).to(tl.float16)
+    if EARLY:
+        high, low = _pin(high), _pin(low)
     if PDL:
         gdc_wait()
 
@@ -444,25 +613,34 @@ def _merge_kernel(
     mass = tl.zeros([M], tl.float32)
     window = tl.zeros([M, HEAD_SIZE], tl.float32)
     history = tl.zeros([M, HEAD_SIZE], tl.float32)
-    for at in tl.range(0, tl.max(count, 0), SLOTS, num_stages=1):
-        k = at + tl.arange(0, SLOTS)
-        here = k[None, :] < count[:, None]
-        offset = k[None, :] * (HEADS * ROW_BLOCKS * ROWS)
-        source = partial_row[:, None] + offset * HEAD_SIZE
-        part = tl.load(source[:, :, None] + dim[None, None, :], mask=here[:, :, None], other=0.0)
-        stats = stats_row[:, None] + offset * 2
-        m_part = tl.load(stats, mask=here, other=-1.0e30)
-        total_part = tl.load(stats + ROWS, mask=here, other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        weight = tl.exp2(m_part - m_new[:, None])
-        keep = tl.exp2(m - m_new)
-        m = m_new
-        from_window = tl.where(k[None, :] < windows[:, None], weight, 0.0)
-        from_history = weight - from_window
-        total = total * keep + tl.sum(total_part * weight, 1)
-        mass = mass * keep + tl.sum(total_part * from_history, 1)
-        window = window * keep[:, None] + tl.sum(part * from_window[:, :, None], 1)
-        history = history * keep[:, None] + tl.sum(part * from_history[:, :, None], 1)
+    # Whole tiles of SLOTS; what is left of a tile, if little, in tiles of TAIL.
+    most = tl.max(count, 0)
+    whole = most
+    stride = HEADS * ROW_BLOCKS * ROWS
+    if TAIL:
+        whole = (most + SLOTS - TAIL - 1) // SLOTS * SLOTS
+    for at in tl.range(0, tl.minimum(most, whole), SLOTS, num_stages=1):
+        m, total, mass, window, history = _add_partials(
+            at, m, total, mass, window, history, partial_row, stats_row, count, windows, stride, ROWS, HEAD_SIZE, SLOTS
+        )
+    if TAIL:
+        for at in tl.range(whole, most, TAIL, num_stages=1):
+            m, total, mass, window, history = _add_partials(
+                at,
+                m,
+                total,
+                mass,
+                window,
+                history,
+                partial_row,
+                stats_row,
+                count,
+                windows,
+                stride,
+                ROWS,
+                HEAD_SIZE,
+                TAIL,
+            )
     valid = row < tl.minimum(queries, seq_len) * GROUP
     inverse = 1.0 / tl.where(valid, total, 1.0)
 
@@ -479,8 +657,6 @@ def _merge_kernel(
     wide = tl.broadcast_to(wide[:, None, :], [M, COPIES, HEAD_SIZE]).reshape([16, HEAD_SIZE])
     wide_high = wide.to(tl.float16)
     wide_low = (wide - wide_high.to(tl.float32)).to(tl.float16)
-    high = rotation.to(tl.float16)
-    low = (rotation - high.to(tl.float32)).to(tl.float16)
     rotated = tl.dot(wide_low, tl.trans(high))
     rotated = tl.dot(wide_high, tl.trans(low), rotated)
     rotated = tl.dot(wide_high, tl.trans(high), rotated)
@@ -505,6 +681,10 @@ class AttendOptions:
         stages: software pipeline depth of the page loop (3: the next page is in flight).
         window_stages: the same for the window loop.
         registers: register limit per thread; None lets the compiler choose.
+        quads: rows of the logits in an order in which a lane holds four consecutive tokens of a column, as the second
+            MMA wants them: weights go from one MMA to the other as 8-byte words, not bytes. Head sizes 128 and 256.
+        sequential: one column per query row: the high halves' MMAs, times 256, then the low halves' into the same
+            sums, which take half the registers. From 8 rows on, head size 128.
 
     """
 
@@ -513,6 +693,8 @@ class AttendOptions:
     stages: int
     window_stages: int
     registers: int | None
+    quads: bool = False
+    sequential: bool = False
 
 
 def attend_options(*, rows: int, head_size: int) -> AttendOptions:
@@ -535,6 +717,10 @@ class MergeOptions:
         slots: partials of each row a program reads at a time.
         columns: output dimensions of a program, the head size or a part of it.
         warps: warps of a program.
+        early: split the un-rotation matrix into float16 pairs before the attend kernel has ended.
+        tail: partials of each row read at a time where at most that many are left, or 0.
+        registers: register limit per thread; with 128 a program of 8 warps takes half a multiprocessor, so that it can
+            start and read the matrix while the attend kernel's last programs run.
 
     """
 
@@ -542,6 +728,9 @@ class MergeOptions:
     slots: int
     columns: int
     warps: int
+    early: bool = False
+    tail: int = 0
+    registers: int | None = None
 
 
 def merge_options(*, grid: DecodeGrid, num_kv_heads: int, head_size: int, multiprocessors: int) -> MergeOptions:
@@ -697,6 +886,8 @@ def attend_partials(
         )
     if options is None:
         options = attend_options(rows=grid.rows, head_size=d)
+    if (options.quads and d == 64) or (options.sequential and (d != 128 or grid.rows < 8)):
+        raise ValueError(f"{options} is not for {grid.rows} rows and head size {d}")
     prepared = workspace.prepared
     launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
     launch = {"launch_pdl": True} if launch_pdl else {}
@@ -745,6 +936,8 @@ def attend_partials(
         VALUE_CHUNK=options.value_chunk,
         STAGES=options.stages,
         WINDOW_STAGES=options.window_stages,
+        QUADS=options.quads,
+        SEQUENTIAL=options.sequential,
         COMPILED=not triton.knobs.runtime.interpret,
         PDL=launch_pdl,
         num_warps=1,
@@ -796,8 +989,11 @@ def merge_partials(
         SLOTS=options.slots,
         COLUMNS=options.columns,
         HAS_LSE=lse is not None,
+        EARLY=options.early and not triton.knobs.runtime.interpret,
+        TAIL=options.tail,
         PDL=launch_pdl,
         num_warps=options.warps,
+        maxnreg=options.registers,
         **launch,
     )
 

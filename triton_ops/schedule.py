@@ -33,12 +33,13 @@ MAX_QUERY_LEN = 16
 ENTRY_FIELDS = 16
 """int32 fields of a schedule entry, one entry per split: request (-1 = unused), first query token, query tokens,
 position of the first query token, first unit, end unit, window slot, history slot, sink tiles, first recent tile,
-window tiles, first history page, end of the pages that every query of the request reads whole; three unused."""
+window tiles, first history page, end of the pages that every query of the request reads whole, window tiles of a
+unit; two unused."""
 REQUEST_FIELDS = 4
 """int32 fields of a request: first partial, window partials, partials in all; one unused."""
 
 _ENTRIES_PER_PROGRAM = 32
-_UNIT_BITS = 20  # the longest request has fewer than 2**20 units
+_MAX_PAIRED_UNIT = 4  # units per split up to which two window tiles may be one unit
 
 # Registers a thread of the attend kernel may use, by (query rows of a program, head size): attend_decode compiles with
 # these limits, where next to nothing spills (tests/triton_ops/test_compile_decode.py).
@@ -73,15 +74,16 @@ def shared_bytes(*, rows: int, head_size: int) -> int:
     return 64 * head_size + (2 * head_size + 256) * rows + 1284 + 1024
 
 
-def resident_programs(*, rows: int, head_size: int, capability: tuple[int, int]) -> int:
+def resident_programs(*, rows: int, head_size: int, capability: tuple[int, int], registers: int | None = None) -> int:
     """One-warp programs of the attend kernel that fit one multiprocessor at a time.
 
     Registers are handed out per scheduler: four of them, 16 Ki registers each. Unknown capabilities take the values of
-    the closest older one.
+    the closest older one. ``registers`` per thread, default `register_limit`.
     """
+    registers = register_limit(rows, head_size) if registers is None else registers
     known = max((c for c in _MULTIPROCESSOR if c <= capability), default=(8, 0))
     blocks, shared_kib = _MULTIPROCESSOR[known]
-    by_registers = 4 * (16384 // (32 * register_limit(rows, head_size)))
+    by_registers = 4 * (16384 // (32 * registers))
     by_shared = shared_kib * 1024 // shared_bytes(rows=rows, head_size=head_size)
     return min(blocks, by_registers, by_shared)
 
@@ -160,7 +162,7 @@ def _request_work(
     SPAN: tl.constexpr,
 ):
     """Work of requests [N]: (first token, queries, step, sink tiles, recent tile, window tiles, page, end of whole
-    pages, units)."""
+    pages, pages)."""
     first = tl.load(query_start_ptr + request, mask=active, other=0)
     queries = tl.load(query_start_ptr + request + 1, mask=active, other=0) - first
     seq_len = tl.load(seq_lens_ptr + request, mask=active, other=0)
@@ -186,11 +188,38 @@ def _request_work(
     history_end = tl.maximum(seq_len - recent, null_end)
     page_end = tl.minimum(tl.cdiv(tl.maximum(history_end, 0), PAGE), seq_len // PAGE)
     whole_end = tl.maximum(step - recent + 1, 0) // PAGE
-    units = tl.where(active & (queries > 0), window_tiles + tl.maximum(page_end - page, 0), 0)
-    return first, queries, step, sink_tiles, recent_tile, window_tiles, page, whole_end, units
+    working = active & (queries > 0)
+    window_tiles = tl.where(working, window_tiles, 0)
+    pages = tl.where(working, tl.maximum(page_end - page, 0), 0)
+    return first, queries, step, sink_tiles, recent_tile, window_tiles, page, whole_end, pages
 
 
 @triton.jit
+def _units_per_split(units, num_entries, num_requests):
+    """Smallest number of units per split with which the splits of all requests, ``units`` [N], fit the grid."""
+    total = tl.sum(units, 0)
+    low = tl.maximum(tl.cdiv(total, num_entries), 1)
+    # Rounding up adds less than a split per request.
+    high = tl.where(num_entries > num_requests, tl.cdiv(total, tl.maximum(num_entries - num_requests, 1)), total)
+    high = tl.maximum(high, low)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(units, middle), 0) <= num_entries
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return high
+
+
+@triton.jit(
+    do_not_specialize=[
+        "query_start_ptr",
+        "seq_lens_ptr",
+        "window_table_ptr",
+        "window_table_stride",
+        "num_requests",
+        "num_entries",
+    ]
+)
 def _schedule_kernel(
     query_start_ptr,
     seq_lens_ptr,
@@ -210,31 +239,34 @@ def _schedule_kernel(
     ENTRIES: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     REQUEST_FIELDS: tl.constexpr,
-    UNIT_BITS: tl.constexpr,
+    MAX_PAIRED_UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     request = tl.arange(0, REQUESTS)
     active = request < num_requests
-    _, _, _, _, _, window_tiles, _, _, units = _request_work(
+    _, _, _, _, _, window_tiles, _, _, pages = _request_work(
         request, active, query_start_ptr, seq_lens_ptr, window_table_ptr, window_table_stride, sink, recent,
         TILE, PAGE, BLOCK, SPAN,
     )  # fmt: skip
-
-    # Smallest number of units per split with which all splits fit the grid, by bisection.
-    low = 1
-    high = 1 << UNIT_BITS
-    for _ in range(UNIT_BITS):
-        middle = (low + high) // 2
-        fits = tl.sum(tl.cdiv(units, middle), 0) <= num_entries
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle + 1)
-    unit = high
+    unit_tiles = 1
+    units = window_tiles + pages
+    unit = _units_per_split(units, num_entries, num_requests)
+    if PAIRS:
+        # Where a split is a few units, its time is instructions, and two window tiles take those of a page.
+        paired = tl.cdiv(window_tiles, 2) + pages
+        paired_unit = _units_per_split(paired, num_entries, num_requests)
+        if (unit <= MAX_PAIRED_UNIT) & (paired_unit < unit):
+            unit_tiles = 2
+            units = paired
+            unit = paired_unit
 
     splits = tl.cdiv(units, unit)
     split_end = tl.cumsum(splits, 0)
     if tl.program_id(0) == 0:
-        window_splits = tl.cdiv(window_tiles * splits, tl.maximum(units, 1))
+        window_units = tl.cdiv(window_tiles, unit_tiles)
+        window_splits = tl.cdiv(window_units * splits, tl.maximum(units, 1))
         window_splits = tl.where(splits > 0, window_splits, 0)
-        mixed = window_splits * units // tl.maximum(splits, 1) > window_tiles
+        mixed = window_splits * units // tl.maximum(splits, 1) > window_units
         record = requests_ptr + request * REQUEST_FIELDS
         tl.store(record, split_end - splits + request, mask=active)
         tl.store(record + 1, window_splits, mask=active)
@@ -245,14 +277,16 @@ def _schedule_kernel(
     owner = tl.sum(tl.where(before & active[None, :], 1, 0), 1)
     start = tl.sum(tl.where(before & active[None, :], splits[None, :], 0), 1)
     used = owner < num_requests
-    first, queries, step, sink_tiles, recent_tile, window_tiles, page, whole_end, units = _request_work(
+    first, queries, step, sink_tiles, recent_tile, window_tiles, page, whole_end, pages = _request_work(
         owner, used, query_start_ptr, seq_lens_ptr, window_table_ptr, window_table_stride, sink, recent,
         TILE, PAGE, BLOCK, SPAN,
     )  # fmt: skip
+    window_units = tl.cdiv(window_tiles, unit_tiles)
+    units = window_units + pages
     splits = tl.maximum(tl.cdiv(units, unit), 1)
     split = entry - start
-    window_splits = tl.cdiv(window_tiles * splits, tl.maximum(units, 1))
-    mixed = window_splits * units // splits > window_tiles
+    window_splits = tl.cdiv(window_units * splits, tl.maximum(units, 1))
+    mixed = window_splits * units // splits > window_units
     slot = start + owner + split
     record = entries_ptr + entry * ENTRY_FIELDS
     stored = entry < num_entries
@@ -269,6 +303,7 @@ def _schedule_kernel(
     tl.store(record + 10, window_tiles, mask=stored)
     tl.store(record + 11, page, mask=stored)
     tl.store(record + 12, whole_end, mask=stored)
+    tl.store(record + 13, tl.where(used, unit_tiles, 1), mask=stored)
 
 
 @dataclass
@@ -307,6 +342,7 @@ class DecodeSchedule:
         window_block_size: int,
         sink: int,
         recent: int,
+        pairs: bool = False,
     ) -> None:
         """Compute the schedule of a step: one launch, no synchronisation.
 
@@ -318,6 +354,7 @@ class DecodeSchedule:
             window_block_size: a multiple of 16.
             sink: sink tokens, a multiple of 16, at most 128.
             recent: recent tokens, a multiple of 16, at least 128.
+            pairs: let a unit be two window tiles where that makes short splits shorter.
 
         Raises:
             ValueError: more requests or splits than were allocated, or sizes outside the ranges above.
@@ -355,6 +392,7 @@ class DecodeSchedule:
             ENTRIES=_ENTRIES_PER_PROGRAM,
             ENTRY_FIELDS=ENTRY_FIELDS,
             REQUEST_FIELDS=REQUEST_FIELDS,
-            UNIT_BITS=_UNIT_BITS,
+            MAX_PAIRED_UNIT=_MAX_PAIRED_UNIT,
+            PAIRS=pairs,
             num_warps=4 if requests <= 64 else 8,
         )

@@ -2,6 +2,7 @@
 """Decode attention and merge against `reference.attend` on the same cache: worst row and head, not the average."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,14 @@ import torch
 from tests.triton_ops.step_cases import DEVICES, Step, make_step
 from tests.triton_ops.test_codec import random_basis, random_spectral
 from triton_ops import reference
-from triton_ops.attend_decode import AttendOptions, DecodeWorkspace, attend_decode, attend_options, merge_options
+from triton_ops.attend_decode import (
+    AttendOptions,
+    DecodeWorkspace,
+    MergeOptions,
+    attend_decode,
+    attend_options,
+    merge_options,
+)
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, prepare_query
@@ -71,7 +79,9 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
     return step
 
 
-def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False, options=None):
+def run(
+    step, device, codec, layout, *, sink, recent, programs=24, strided=False, options=None, merge=None, pairs=False
+):
     """Output [T, Hq, d] and lse [T, Hq] of the kernels on a device, on the CPU."""
     moved, codec = step.to(device), codec.to(device)
     tokens, query_heads, d = step.query.shape
@@ -104,10 +114,13 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
         window_block_size=moved.windows.shape[2],
         sink=sink,
         recent=recent,
+        pairs=pairs,
         **metadata,
     )
     scale = d**-0.5
-    prepare_query(query=query, codec=codec, grid=grid, scale=scale, prepared=workspace.prepared, **metadata)
+    prepare_query(
+        query=query, codec=codec, grid=grid, scale=scale, prepared=workspace.prepared, pairs=pairs, **metadata
+    )
     output = torch.full((tokens, query_heads, d), torch.nan, device=device)
     lse = torch.full((query_heads, tokens), torch.nan, device=device)
     attend_decode(
@@ -123,6 +136,7 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
         output=output,
         lse=lse,
         options=options,
+        merge=merge,
     )
     return output.cpu(), lse.T.cpu()
 
@@ -143,7 +157,7 @@ def logit_noise(step, codec, layout) -> torch.Tensor:
 def check(step, device, codec, layout, *, sink=64, recent=256, tolerance=TOLERANCE, **options):
     expected, expected_lse = reference.attend(
         step.query, step.key, step.value, **step.cache(), codec=codec, layout=layout, scale=step.query.shape[2] ** -0.5,
-        sink=sink, recent=recent,
+        sink=sink, recent=recent, max_decode_len=16,
     )  # fmt: skip
     output, lse = run(step, device, codec, layout, sink=sink, recent=recent, **options)
     assert not output.isnan().any(), "unwritten or NaN output"
@@ -268,10 +282,54 @@ def test_chunks_change_nothing(device, key_chunk, value_chunk, groups):
     check(step, device, codec, layout, options=options)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["page", "token"])
+@pytest.mark.parametrize(
+    ("groups", "d", "sequential"), [(4, 128, False), (8, 128, True), (8, 128, False), (12, 128, True), (5, 256, False)]
+)
+def test_orders_of_the_sums_change_nothing(device, groups, d, sequential, kind):
+    """Rows in an order that suits the second MMA, and halves one after the other in the same sums; masked pages too."""
+    codec, layout = make_codec(1, d, kind)
+    step = decode_step([(799, 1), (140, 1)], heads=1, d=d, groups=groups, codec=codec, layout=layout)
+    shipped = attend_options(rows=4 if groups <= 4 else 8 if groups <= 8 else 16, head_size=d)
+    check(step, device, codec, layout, options=replace(shipped, quads=True, sequential=sequential))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "merge",
+    [
+        MergeOptions(1, 16, 128, 8, early=True, tail=4),
+        MergeOptions(4, 8, 128, 8, early=True, tail=2, registers=128),
+        MergeOptions(2, 4, 64, 4),
+    ],
+    ids=["tail", "light", "halves"],
+)
+def test_merge_options_change_nothing(device, merge):
+    """More partials than a tile holds, rows with different numbers of them, and a request of no tokens."""
+    codec, layout = make_codec(2, 128, "spectral")
+    requests = [(799, 1), (3400, 1), (0, 0), (30, 1)]
+    step = decode_step(requests, heads=2, d=128, groups=4, codec=codec, layout=layout)
+    check(step, device, codec, layout, programs=40, merge=merge)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["spectral", "token"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_pairs_change_nothing(device, queries, kind):
+    """The query prepared with float16 pairs, and two window tiles to a unit."""
+    codec, layout = make_codec(1, 128, kind)
+    requests = [(1300 - queries, queries), (300, queries)]
+    step = decode_step(requests, heads=1, d=128, groups=4 // queries, codec=codec, layout=layout)
+    check(step, device, codec, layout, programs=24, pairs=True)
+
+
 def test_refusals():
     codec, layout = make_codec(1, 64, "page")
     step = decode_step([(200, 1)], heads=1, d=64, groups=4, codec=codec, layout=layout)
     check(step, "cpu", codec, layout)
+    with pytest.raises(ValueError, match="head size 64"):
+        run(step, "cpu", codec, layout, sink=64, recent=256, options=AttendOptions(64, 64, 3, 3, None, quads=True))
     object.__setattr__(step, "query", step.query.float())
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         run(step, "cpu", codec, layout, sink=64, recent=256)

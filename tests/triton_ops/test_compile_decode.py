@@ -85,6 +85,8 @@ def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dic
         "VALUE_CHUNK": options.value_chunk,
         "STAGES": options.stages,
         "WINDOW_STAGES": options.window_stages,
+        "QUADS": options.quads,
+        "SEQUENTIAL": options.sequential,
         "COMPILED": True,
         "PDL": capability >= 90,
     }
@@ -111,6 +113,7 @@ def compile_prepare(requests: int, head_size: int, zero: str, capability: int) -
         "MAX_INTEGER": prepare.MAX_INTEGER,
         "PROGRAM_ROWS": prepare.PROGRAM_ROWS,
         "STEP": prepare.matrix_step(head_size),
+        "PAIRS": False,
         "PDL": capability >= 90,
     }
     pointers = {"query": "bf16", "key_query": "fp32", "key_mean": "fp32", "query_start": "i32", "seq_lens": "i32"}
@@ -140,6 +143,8 @@ def compile_merge(requests: int, head_size: int, zero: str, capability: int) -> 
         "SLOTS": options.slots,
         "COLUMNS": options.columns,
         "HAS_LSE": True,
+        "EARLY": options.early,
+        "TAIL": options.tail,
         "PDL": capability >= 90,
     }
     pointers = {"partial": "fp32", "stats": "fp32", "requests": "i32", "query_start": "i32", "seq_lens": "i32"}
