@@ -211,6 +211,10 @@ class OscarBackend(AttentionBackend):
         return [MultipleOf(PAGE_TOKENS if kv_cache_spec is None else 1)]
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return PAGE_TOKENS
 
@@ -248,6 +252,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **unsupported: Any,
     ) -> None:
         refused = {
@@ -269,6 +274,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks  # [Hq] learned logits of a token whose value is zero; loaded with the weights
         vllm_config = get_current_vllm_config()
         OscarImpl.last_vllm_config = vllm_config
         self.settings: EngineSettings = engine_settings(vllm_config)
@@ -406,8 +412,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if attn_metadata.num_decodes:
             self._decode(query, kv_cache, attn_metadata, output)
         if attn_metadata.prefill_query_start_loc is not None:
-            self._prefill(query, key, value, kv_cache, attn_metadata, output)
+            lse = self._prefill(query, key, value, kv_cache, attn_metadata, output)
+            self._add_sinks(output[attn_metadata.num_decode_tokens : attn_metadata.num_actual_tokens], lse.T)
         return output
+
+    def _add_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Give every head's learned sink its share of the softmax: output [T, Hq, d] in place, lse [T, Hq]."""
+        if self.sinks is not None:
+            output.mul_(torch.sigmoid(lse - self.sinks.float())[..., None])
 
     def _decode(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: OscarMetadata, output: torch.Tensor
@@ -415,6 +427,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """The first ``num_decodes`` requests, by the decode kernels."""
         tokens = metadata.num_decode_tokens
         schedule = get_attention_context(self.window_name)[0].schedule
+        lse = None if self.sinks is None else query.new_empty((self.num_heads, tokens), dtype=torch.float32)
         batch = self._batch(kv_cache, metadata, slice(0, metadata.num_decodes))
         prepare_query(
             query=query[:tokens],
@@ -433,7 +446,10 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             schedule=schedule,
             workspace=self.workspace,
             output=output[:tokens],
+            lse=lse,
         )
+        if lse is not None:
+            self._add_sinks(output[:tokens], lse.T)
 
     def _prefill(
         self,
@@ -443,8 +459,13 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         kv_cache: torch.Tensor,
         metadata: OscarMetadata,
         output: torch.Tensor,
-    ) -> None:
-        """The other requests: FlashAttention over their keys, as far as they are plain or worth writing out."""
+    ) -> torch.Tensor:
+        """The other requests: FlashAttention over their keys, as far as they are plain or worth writing out.
+
+        Returns:
+            [Hq, T] float32 log-sum-exp.
+
+        """
         options = self.settings.options
         tokens = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
         start_loc, out = metadata.prefill_query_start_loc, output[tokens]
@@ -485,7 +506,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
                     out=out if lse is None else buffers.part,
                 )
                 lse = part_lse if lse is None else _merge_into(merge_attn_states, out, lse, part, part_lse)
-            return
+            return lse
         _, lse, *_ = flash(
             k=key,
             v=value,
@@ -497,7 +518,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             out=out,
         )
         if not metadata.prefill_reads_cache:
-            return
+            return lse
         buffers = self._prefill_buffers(query, gathered=False)
         attend_prefill(
             query=query,
@@ -510,7 +531,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             lse=buffers.part_lse,
             workspace=buffers.workspace,
         )
-        _merge_into(merge_attn_states, out, lse, buffers.part, buffers.part_lse)
+        return _merge_into(merge_attn_states, out, lse, buffers.part, buffers.part_lse)
 
     def _prefill_buffers(self, query: torch.Tensor, gathered: bool) -> "PrefillBuffers":
         """Scratch memory of one prefill: query [T, Hq, d] decides its size, the history does not."""
@@ -538,7 +559,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     ) -> None:
         """All requests, by the PyTorch reference."""
         tokens = metadata.num_actual_tokens
-        attended, _ = reference.attend(
+        attended, lse = reference.attend(
             query[:tokens],
             key[:tokens],
             value[:tokens],
@@ -548,6 +569,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             prefill=self.settings.options.prefill,
             max_decode_len=self.max_query_len,
         )
+        self._add_sinks(attended, lse)
         output[:tokens] = attended.to(output.dtype)
 
 

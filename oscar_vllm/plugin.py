@@ -242,8 +242,6 @@ def _unsupported_model(vllm_config: "VllmConfig") -> Iterator[str]:
     soft_cap = getattr(text, "attn_logit_softcapping", None)
     if soft_cap:
         yield f"does not serve attention logits with a soft cap ({kind}, {soft_cap}); {_USE_AUTO}"
-    if kind == "gpt_oss":
-        yield f"does not serve learned attention sinks ({kind}); {_USE_AUTO}"
     if vllm_config.cache_config.sliding_window is not None:
         yield (
             f"has nothing to compress: every layer of {kind} attends to a sliding window of "

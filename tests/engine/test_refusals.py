@@ -73,17 +73,6 @@ UNSUPPORTED_MODELS = {
         },
         "soft cap",
     ),
-    "learned-sinks": (
-        DECODER
-        | {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "sliding_window": 128,
-        },
-        "learned attention sinks",
-    ),
     "mamba-hybrid": (
         DECODER
         | {

@@ -54,7 +54,7 @@ def make_impl(codec, layout, options) -> OscarImpl:
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = HEADS * GROUPS, HEADS, D, D**-0.5
     impl.settings = EngineSettings(options, None)
     impl.layout, impl.codec, impl.uses_kernels = layout, codec.to("cpu"), True
-    impl.window_name = "layer.oscar_window"
+    impl.window_name, impl.sinks = "layer.oscar_window", None
     impl.gather_pages = 12
     impl.workspace = DecodeWorkspace.allocate(
         max_requests=8,
@@ -114,11 +114,11 @@ def make_builder(impl, spec) -> OscarMetadataBuilder:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "gathered"),
-    [("exact", True), ("exact", False), ("invariant", False)],
-    ids=["gathered", "in place", "invariant"],
+    ("prefill", "gathered", "sinks"),
+    [("exact", True, False), ("exact", True, True), ("exact", False, True), ("invariant", False, False)],
+    ids=["gathered", "gathered with learned sinks", "in place with learned sinks", "invariant"],
 )
-def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered):
+def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks):
     codec, layout = make_codec(HEADS, D, "page")
     options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
     step = make_step(REQUESTS, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
@@ -133,6 +133,8 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered):
     pages, windows = step.pages.clone(), step.windows.clone()
 
     impl = make_impl(codec, layout, options)
+    if sinks:  # as heavy as all tokens together
+        impl.sinks = torch.randn(HEADS * GROUPS, generator=generator) + 6
     spec = SinkWindowSpec(block_size=16, num_kv_heads=HEADS, head_size=D, dtype=torch.uint8, sink=SINK, recent=RECENT)
     common = SimpleNamespace(
         num_actual_tokens=step.query.shape[0],
@@ -170,9 +172,11 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered):
     batch = {**step.cache(), "codec": codec, "layout": layout, "sink": SINK}
     reference.append(step.key, step.value, slot_mapping=step.slot_mapping, windows=step.windows)
     reference.demote(step.key, step.value, **batch)
-    expected, _ = reference.attend(
+    expected, lse = reference.attend(
         step.query, step.key, step.value, **batch, scale=D**-0.5, recent=RECENT, prefill=prefill
     )
+    if sinks:  # one more token, whose value is 0
+        expected *= (lse - torch.logaddexp(lse, impl.sinks.expand_as(lse))).exp()[..., None]
     error = (output.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     # The output is bfloat16 (the interpreter truncates), and a merge rounds it once more.
     assert float(error.max()) < 2.0**-6, f"worst (row, head) error {float(error.max()):.1e}"

@@ -106,7 +106,6 @@ REFUSED = {
     "alibi": ("model_config.hf_text_config.alibi", True, "ALiBi"),
     "alibi by position embedding": ("model_config.hf_text_config.position_embedding_type", "alibi", "ALiBi"),
     "alibi in attn_config": ("model_config.hf_text_config.attn_config", {"alibi": True}, "ALiBi"),
-    "learned sinks": ("model_config.hf_text_config.model_type", "gpt_oss", "learned attention sinks"),
     "sliding window only": ("cache_config.sliding_window", 512, "nothing to compress"),
 }
 
