@@ -198,7 +198,7 @@ def _gather_kernel(
             window = windows + block * window_stride_block + head * window_stride_head
             window += token % WINDOW_BLOCK * window_stride_token
             step = (first_token + token - own).to(tl.int64)
-            target = (first_row + index * 128 + inside).to(tl.int64) * out_stride_token + head * HEAD_SIZE
+            row = (first_row + index * 128 + inside).to(tl.int64) * out_stride_token + head * HEAD_SIZE
             if tl.program_id(2) == 0:
                 scale = _metadata(page_bytes + KEY_SCALE, half, BLOCK_N).to(tl.float32)
                 rows = _key_tile(page_bytes, half, HEAD_SIZE, BLOCK_N, ZERO_PAGE, ASM).to(tl.float32) * scale[:, None]
@@ -207,10 +207,10 @@ def _gather_kernel(
                 else:
                     rows += _metadata(page_bytes + KEY_ZERO, half, BLOCK_N).to(tl.float32)[:, None]
                     offset = key_mean + head * HEAD_SIZE
-                step = key + step * key_stride_token + head * key_stride_head
+                own_key = key + step * key_stride_token + head * key_stride_head
                 matrix = key_query + head * HEAD_SIZE * HEAD_SIZE
                 _store(
-                    rows, matrix, offset, step, in_step, window, in_window, key_out + target, keep, COLUMNS, HEAD_SIZE
+                    rows, matrix, offset, own_key, in_step, window, in_window, key_out + row, keep, COLUMNS, HEAD_SIZE
                 )  # fmt: skip
             else:
                 scale = _metadata(page_bytes + VALUE_SCALE, half, BLOCK_N).to(tl.float32)
@@ -218,12 +218,12 @@ def _gather_kernel(
                 codes = _fragment(tl.load(page_bytes + VALUE_CODES + tl.arange(0, 32 * HEAD_SIZE)), HEAD_SIZE)
                 codes = _value_tile(codes, half, HEAD_SIZE, BLOCK_N, ASM).trans(1, 0)  # [tokens, d]
                 rows = codes.to(tl.float32) * scale[:, None] + zero[:, None]
-                step = value + step * value_stride_token + head * value_stride_head
+                own_value = value + step * value_stride_token + head * value_stride_head
                 matrix = value_rotation + head * HEAD_SIZE * HEAD_SIZE
-                offset = value_mean + head * HEAD_SIZE
+                mean = value_mean + head * HEAD_SIZE
                 window += HEAD_SIZE
                 _store(
-                    rows, matrix, offset, step, in_step, window, in_window, value_out + target, keep, COLUMNS, HEAD_SIZE
+                    rows, matrix, mean, own_value, in_step, window, in_window, value_out + row, keep, COLUMNS, HEAD_SIZE
                 )  # fmt: skip
 
 
