@@ -4,6 +4,7 @@
 `load_documents` yields texts, `token_windows` cuts them into samples. Documents are read only as far as needed.
 """
 
+import codecs
 import json
 import random
 from collections.abc import Iterator
@@ -52,11 +53,12 @@ def load_documents(
         yield from _read_hub(dataset, split, text_field, seed)
 
 
-def _decode(raw: bytes, path: Path) -> str:
+def _decode(raw: bytes, path: Path, *, cut: bool = False) -> str:
+    """Text of a file or of its beginning, which may be ``cut`` inside a character."""
     if b"\0" in raw:
         raise OscarConfigError(f"{path} is a binary file (it holds zero bytes); give plain UTF-8 text")
     try:
-        return raw.decode("utf-8-sig")
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=not cut)
     except UnicodeDecodeError as error:
         raise OscarConfigError(
             f"{path} is not UTF-8 (byte 0x{raw[error.start]:02x} at {error.start}); convert it, for example with "
@@ -67,12 +69,10 @@ def _decode(raw: bytes, path: Path) -> str:
 def _read(path: Path) -> str:
     try:
         with open(path, "rb") as file:
-            raw = file.read(4 * _MAX_CHARS)
-            if file.read(1):  # cut at a line end, never inside a character
-                raw = raw[: raw.rfind(b"\n") + 1]
+            raw, more = file.read(4 * _MAX_CHARS), bool(file.read(1))
     except OSError as error:
         raise OscarConfigError(f"dataset {path} cannot be read: {error.strerror}") from None
-    text = _decode(raw, path)
+    text = _decode(raw, path, cut=more)
     if not text.strip():
         raise OscarConfigError(f"dataset {path} is empty")
     return text
@@ -91,8 +91,9 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise OscarConfigError(f"{path}, line {number} is not JSON: {error.msg}") from None
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+                raise OscarConfigError(f"{path}, line {number} is not JSON: {reason}") from None
             found = True
             yield _field(record, text_field, f"{path}, line {number}")
     if not found:
@@ -120,7 +121,7 @@ def _field(record: Any, text_field: str, where: str) -> str:
     if not isinstance(text, str):
         fields = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise OscarConfigError(f"{where} has no text field {text_field!r} (found {fields}); set --text-field")
-    return text
+    return text.encode("utf-8", "replace").decode()  # JSON can hold halves of surrogate pairs, tokenizers cannot
 
 
 def token_windows(documents: Iterator[str], tokenizer: Any, *, count: int, length: int, seed: int) -> list[Tensor]:

@@ -25,6 +25,7 @@ from calib.simulate import QuantizedCache, Segments
 from calib.statistics import Statistics
 from oscar_vllm.artifact import CONFIG_FILE, Artifact, model_geometry
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from triton_ops.codec import LayerCodec
 from triton_ops.layout import PAGE_TOKENS
 
 CHECKPOINT = "calibration_statistics.safetensors"
@@ -33,7 +34,7 @@ CHECKPOINT = "calibration_statistics.safetensors"
 TOKENS_PER_DIMENSION = 16
 """Fewest tokens per head dimension for a covariance whose small eigenvalues mean something."""
 
-_JUDGED = 128
+_JUDGED = 512
 """Token positions per held-out sample whose logits are compared, evenly spaced behind the first history."""
 
 
@@ -58,7 +59,10 @@ class CalibrationResult:
             constants = f"{choice.codec.key_quantizer.constant:7.2f}{choice.codec.value_quantizer.constant:7.2f}"
             lines.append(f"{index:5d}  {choice.concentration:6.1%} {keys}  {values} {constants}  {basis}".rstrip())
         lines += [f"{index:5d}  stays BF16: {reason}" for index, reason in sorted(self.skipped.items())]
-        figures = self.artifact.metrics["model"]
+        figures, candidates = (self.artifact.metrics[name] for name in ("model", "candidates"))
+        if len(candidates) > 1:
+            lines.append("held-out KL of the candidates:")
+            lines += [f"    {kl:.5f}  {name}" for name, kl in sorted(candidates.items(), key=lambda pair: pair[1])]
         lines.append(
             f"held-out text: KL to the exact model {figures['kl']:.5f} nats, same top token {figures['top1']:.2%}, "
             f"perplexity {figures['perplexity']:.4f} (exact {figures['exact_perplexity']:.4f})"
@@ -150,14 +154,19 @@ def calibrate(
     model.eval()
 
     started = time.monotonic()
-    settings = _settings(name, config, model.dtype, windows, sink)
+    settings = _settings(name, config, model.dtype, windows, segments)
     output_dir.mkdir(parents=True, exist_ok=True)
     checkpoint = output_dir / CHECKPOINT
     with torch.inference_mode():
-        statistics, skipped = _collect(model, samples, settings, sink, checkpoint, checkpoint_seconds)
-        choices, exact = _search(model, judged, statistics, recipe, segments)
-        codecs = {index: choice.codec for index, choice in choices.items()}
-        figures = _judge(model, judged, QuantizedCache(codecs, segments), exact, segments)
+        statistics, skipped = _collect(model, samples, settings, segments, checkpoint, checkpoint_seconds)
+        search, exact = _search(model, judged, statistics, recipe, segments)
+        candidates = _candidates(search, recipe)
+        figures_of = {
+            name: _judge(model, judged, QuantizedCache(_codecs(choices), segments), exact, segments, name)
+            for name, choices in candidates.items()
+        }
+    best = min(candidates, key=lambda name: figures_of[name]["kl"])
+    choices, codecs, figures = candidates[best], _codecs(candidates[best]), figures_of[best]
     artifact = Artifact(
         layers=codecs,
         geometry=geometry,
@@ -181,7 +190,8 @@ def calibrate(
             },
             "skipped_layers": {str(index): reason for index, reason in skipped.items()},
         },
-        metrics={"model": figures} | {str(index): choice.metrics() for index, choice in choices.items()},
+        metrics={"model": figures, "candidates": {name: other["kl"] for name, other in figures_of.items()}}
+        | {str(index): choice.metrics() for index, choice in choices.items()},
     )
     artifact.save(output_dir)
     result = CalibrationResult(artifact, choices, skipped)
@@ -224,7 +234,7 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise OscarConfigError(f"weight {name} holds non-finite values; fetch the model anew")
 
 
-def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor], sink: int) -> dict[str, Any]:
+def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor], segments: Segments) -> dict[str, Any]:
     """What the statistics depend on, for `Statistics.settings`."""
     digest = hashlib.sha256()
     for window in windows:
@@ -235,7 +245,8 @@ def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor],
         "geometry": model_geometry(config),
         "dtype": str(dtype),
         "windows": digest.hexdigest(),
-        "sink": sink,
+        "sink": segments.sink,
+        "recent": segments.recent,
     }
 
 
@@ -247,12 +258,12 @@ def _collect(
     model: PreTrainedModel,
     samples: list[Tensor],
     settings: dict[str, Any],
-    sink: int,
+    segments: Segments,
     checkpoint: Path,
     checkpoint_seconds: float,
 ) -> tuple[Statistics, dict[int, str]]:
     """Statistics over the samples, and the layers that were left out; goes on from a checkpoint that fits."""
-    statistics = Statistics(sink, settings)
+    statistics = Statistics(segments, settings)
     if checkpoint.exists():
         saved = Statistics.load(checkpoint)
         if saved.settings == json.loads(json.dumps(settings)):
@@ -298,23 +309,37 @@ def _log_probabilities(model: PreTrainedModel, sample: Tensor, segments: Segment
 
 def _search(
     model: PreTrainedModel, judged: list[Tensor], statistics: Statistics, recipe: Recipe, segments: Segments
-) -> tuple[dict[int, LayerChoice], list[Tensor]]:
-    """The best constants per layer, and the exact model's log-probabilities on the same samples."""
+) -> tuple[QuantizerSearch, list[Tensor]]:
+    """Every candidate measured per layer, and the exact model's log-probabilities on the same samples."""
     search = QuantizerSearch(statistics, recipe, segments)
     with intercept_attention(model, search):
         exact = [
             _log_probabilities(model, sample, segments) for sample in tqdm(judged, desc="constants", unit="sample")
         ]
-    return search.choose(), exact
+    return search, exact
+
+
+def _candidates(search: QuantizerSearch, recipe: Recipe) -> dict[str, dict[int, LayerChoice]]:
+    """Whole models to choose from, one for each alternative of the recipe."""
+    return {f"{each.max_bits} bits, spread {each.spread}": search.choose(each) for each in recipe.alternatives()}
+
+
+def _codecs(choices: dict[int, LayerChoice]) -> dict[int, LayerCodec]:
+    return {index: choice.codec for index, choice in choices.items()}
 
 
 def _judge(
-    model: PreTrainedModel, judged: list[Tensor], cache: QuantizedCache, exact: list[Tensor], segments: Segments
+    model: PreTrainedModel,
+    judged: list[Tensor],
+    cache: QuantizedCache,
+    exact: list[Tensor],
+    segments: Segments,
+    name: str,
 ) -> dict[str, float]:
-    """Divergence of the model with the quantized cache from the exact one."""
+    """Divergence of the model with the quantized cache from the exact one; ``name`` is shown with the progress."""
     kl, top1, loss, exact_loss = [], [], [], []
     with intercept_attention(model, cache):
-        for sample, expected in zip(tqdm(judged, desc="checking", unit="sample"), exact, strict=True):
+        for sample, expected in zip(tqdm(judged, desc=f"checking {name}", unit="sample"), exact, strict=True):
             actual = _log_probabilities(model, sample, segments)
             following = sample[_positions(len(sample), segments) + 1][:, None]
             kl.append((expected.exp() * (expected - actual)).sum(-1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose each layer's key basis and quantizer constants by the error that counts, on text the statistics lack.
+"""Choose each layer's quantizer constants by the error that counts, on text the statistics lack.
 
 Keys are judged by the Kullback-Leibler divergence between the attention weights over exact and over quantized keys,
 values by the relative error of the attention output under exact weights, both with the BF16 segments in place.
@@ -84,9 +84,12 @@ class QuantizerSearch:
                 self.samples += 1
         return call.attend()
 
-    def choose(self) -> dict[int, LayerChoice]:
-        """Layer index -> the best candidate of each part, joined."""
-        return {index: self._candidates[index].choose(self.samples) for index in sorted(self.statistics.layers)}
+    def choose(self, alternative: Recipe) -> dict[int, LayerChoice]:
+        """Layer index -> the codec with the best constants for one of the recipe's alternatives."""
+        number = self.recipe.alternatives().index(alternative)
+        return {
+            index: self._candidates[index].choose(self.samples, number) for index in sorted(self.statistics.layers)
+        }
 
 
 class _Candidates:
@@ -120,8 +123,8 @@ class _Candidates:
         for name, codec in self.values.items():
             self.value_error[name] += value_error(codec)
 
-    def choose(self, samples: int) -> LayerChoice:
-        key, value = _best(self.key_kl), _best(self.value_error)
+    def choose(self, samples: int, alternative: int) -> LayerChoice:
+        key, value = _best(self.key_kl, alternative), _best(self.value_error, 0)
         basis = self.bases[key[0]]
         return LayerChoice(
             codec=basis.codec(key[1], value[1]),
@@ -136,8 +139,9 @@ _Name = str | tuple[int, float]
 """A candidate: a basis to compare with, or (alternative of the recipe, constant)."""
 
 
-def _best(errors: dict[_Name, float]) -> tuple[int, float]:
-    return min((name for name in errors if isinstance(name, tuple)), key=errors.__getitem__)
+def _best(errors: dict[_Name, float], alternative: int) -> tuple[int, float]:
+    names = [name for name in errors if isinstance(name, tuple) and name[0] == alternative]
+    return min(names, key=errors.__getitem__)
 
 
 def _compare(errors: dict[_Name, float], chosen: _Name, samples: int) -> dict[str, float]:

@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple] = {
     "granularity": ("head", "layer"),
     "composition": ("identity", "H", "U", "UH", "UHP"),
     "key_target": ("query", "key"),
+    "query_weight": ("history", "uniform"),
     "value_target": ("output", "mean_field", "value"),
     "allocation": ("spectral", "uniform"),
     "max_bits": (2, 4, 6, 8),
@@ -53,12 +54,14 @@ class Recipe:
         composition: rotation of values, and of keys with uniform allocation. U: eigenvectors of the target, ascending;
             H: Hadamard; P: bit-reversed order, which changes nothing while one scale covers a whole row.
         key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
+        query_weight: how queries count in M_Q: each by what its attention may lose by errors in history
+            (``"history"``, see `LayerStatistics.attending_moment`), or all alike.
         value_target: U of values from the attention output's moment, from its mean-field stand-in, or from the values.
         allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
-        max_bits: most bits of a direction with spectral allocation; None: 4 or 8, by held-out text.
+        max_bits: most bits of a direction with spectral allocation; None: 4 or 8, by the model's KL on held-out text.
         spread: with spectral allocation, Hadamard rotations inside groups of directions of equal bits (``"groups"``):
             they spread the rare keys that stand far out along one direction, which would be clipped, and which many
-            queries attend to. None: with or without, by held-out text.
+            queries attend to. None: with or without, by the model's KL on held-out text.
         ridge: multiple of M_Q's mean diagonal that is added to it before whitening.
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
@@ -71,6 +74,7 @@ class Recipe:
     granularity: Literal["head", "layer"] = "head"
     composition: Literal["identity", "H", "U", "UH", "UHP"] = "UH"
     key_target: Literal["query", "key"] = "query"
+    query_weight: Literal["history", "uniform"] = "history"
     value_target: Literal["output", "mean_field", "value"] = "output"
     allocation: Literal["spectral", "uniform"] = "spectral"
     max_bits: int | None = None
@@ -97,7 +101,7 @@ class Recipe:
             raise OscarConfigError("centre='keys' has no effect with zero='page', which subtracts the page's own mean")
 
     def alternatives(self) -> list["Recipe"]:
-        """The recipes to choose from per layer: every open choice made in each way."""
+        """The recipes to choose from: every open choice made in each way."""
         if self.allocation == "uniform":
             return [self]
         return [
@@ -117,6 +121,7 @@ PRESETS = {
     "reference": Recipe(
         granularity="layer",
         composition="UHP",
+        query_weight="uniform",
         value_target="mean_field",
         allocation="uniform",
         zero="token",
@@ -275,7 +280,7 @@ def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
         return LayerBasis(
             directions=directions, inverse=inverse, variance=variance, bits=bits, key_mean=None, **values
         )
-    target = statistics.query_covariance if recipe.key_target == "query" else statistics.key_moment
+    target = query_target(statistics, recipe) if recipe.key_target == "query" else statistics.key_moment
     directions = rotation(target, composition=recipe.composition, granularity=recipe.granularity)
     key_mean = statistics.key_mean if recipe.centre in ("keys", "both") else None
     return LayerBasis(
@@ -283,10 +288,15 @@ def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
     )
 
 
+def query_target(statistics: LayerStatistics, recipe: Recipe) -> Tensor:
+    """M_Q [H, d, d] as the recipe weights queries, up to a factor."""
+    return statistics.attending_moment if recipe.query_weight == "history" else statistics.query_covariance
+
+
 def key_basis(statistics: LayerStatistics, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """`whitened_basis` of a layer; with granularity ``"layer"`` every head gets the same."""
     return whitened_basis(
-        _pool(statistics.query_covariance, recipe.granularity),
+        _pool(query_target(statistics, recipe), recipe.granularity),
         _pool(statistics.page_covariance, recipe.granularity),
         recipe.ridge,
     )

@@ -7,7 +7,7 @@ saved after any sample and loaded to go on, which gives bit for bit what an unin
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -17,8 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.capture import AttentionCall
+from calib.simulate import Segments, grouped_logits
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from triton_ops.layout import PAGE_TOKENS
+
+QUERIES = 512
+"""Query positions per sample in attending_moment, evenly spaced over those that have a history."""
+
+MIN_ATTENDING = 1e-6
+"""Added to every query's weight there, so that a head that never looks at history has a basis too."""
 
 
 @dataclass
@@ -29,6 +36,8 @@ class LayerStatistics:
         tokens: [1] tokens summed.
         queries: [1] query vectors summed per KV head (tokens * G).
         query_moment: [H, d, d] sum of q^T q over a KV head's whole group.
+        attending_moment: [H, d, d] sum of w q^T q over some of the queries, w = what the query's attention may lose by
+            errors in history: sum over the history tokens t of p_t (1 - p_t), p the attention weights.
         key_sum: [H, d]; key_moment: [H, d, d] sum of k^T k.
         page_moment: [H, d, d] sum of (k - m)^T (k - m), m the mean key of the token's 128-token page.
         value_sum: [H, d]; value_moment: [H, d, d].
@@ -41,6 +50,7 @@ class LayerStatistics:
     tokens: Tensor
     queries: Tensor
     query_moment: Tensor
+    attending_moment: Tensor
     key_sum: Tensor
     key_moment: Tensor
     page_moment: Tensor
@@ -92,12 +102,15 @@ class LayerStatistics:
         """[H, d, d], about each page's own mean key."""
         return self.page_moment / self.tokens
 
-    def update(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sink: int) -> None:
+    def update(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, attending: Tensor, sink: int
+    ) -> None:
         """Add one sample.
 
         Args:
             query: [Hq, T, d]; output: [Hq, T, d].
             key: [H, T, d]; value: [H, T, d].
+            attending: [H, d, d] the sample's own part of attending_moment.
             sink: the first tokens to leave out.
 
         """
@@ -116,6 +129,7 @@ class LayerStatistics:
             "tokens": torch.tensor([float(key.shape[1])]),
             "queries": torch.tensor([float(query.shape[1])]),
             "query_moment": query_moment,
+            "attending_moment": attending,
             "key_sum": key.sum(1),
             "key_moment": key.mT @ key,
             "page_moment": centred.mT @ centred,
@@ -128,19 +142,44 @@ class LayerStatistics:
             getattr(self, name).add_(update.to("cpu", torch.float64))
 
 
+def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: Segments) -> Tensor:
+    """One sample's part of `LayerStatistics.attending_moment`, [H, d, d], from evenly spaced queries with a history.
+
+    Args:
+        call: where the sample is from: factor and cap of the logits.
+        query: [Hq, T, d]; key: [H, T, d].
+        key: see query.
+        segments: which tokens are history for a query.
+
+    """
+    heads, length, _ = key.shape
+    first = segments.sink + segments.recent
+    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    history = segments.history(position, length)
+    future = torch.arange(length, device=key.device) > position[:, None]
+    moments = []
+    for head, own in enumerate(rearrange(query[:, position], "(h g) n d -> h (g) n d", h=heads)):
+        logits = grouped_logits(own, key[head : head + 1], call)[0]
+        weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        lost = (weights * (1 - weights) * history).sum(-1) + MIN_ATTENDING
+        rows = own.flatten(0, 1).double()
+        moments.append((rows * lost.double().reshape(-1, 1)).mT @ rows)
+    return torch.stack(moments)
+
+
 class Statistics:
     """Every layer's sums, the samples they hold and the settings they were collected with.
 
     Attributes:
-        sink: tokens left out at the start of every sample.
+        segments: the sink is left out of every sample; sink and recent tokens are no history.
         settings: what the sums depend on (model, texts, seed, …); compared when a run is resumed.
         samples: samples summed so far.
         layers: layer index -> `LayerStatistics`.
 
     """
 
-    def __init__(self, sink: int, settings: dict | None = None) -> None:
-        self.sink = sink
+    def __init__(self, segments: Segments, settings: dict | None = None) -> None:
+        self.segments = segments
         self.settings = settings or {}
         self.samples = 0
         self.layers: dict[int, LayerStatistics] = {}
@@ -155,8 +194,9 @@ class Statistics:
         output = call.attend()
         heads, head_size = call.key.shape[1], call.key.shape[3]
         layer = self.layers.setdefault(call.layer, LayerStatistics.zeros(heads, head_size))
-        for sample in zip(call.query, call.key, call.value, output, strict=True):
-            layer.update(*sample, sink=self.sink)
+        for query, key, value, out in zip(call.query, call.key, call.value, output, strict=True):
+            attending = attending_moment(call, query, key, self.segments)
+            layer.update(query, key, value, out, attending, sink=self.segments.sink)
         # A sum of squares is finite exactly when every element is, and costs nothing to look at.
         for name in ("query", "key", "value", "output"):
             if not bool(torch.isfinite(getattr(layer, f"{name}_moment")).all()):
@@ -174,7 +214,7 @@ class Statistics:
             for index, layer in self.layers.items()
             for field in fields(layer)
         }
-        state = {"sink": self.sink, "samples": self.samples, "settings": self.settings}
+        state = {"segments": asdict(self.segments), "samples": self.samples, "settings": self.settings}
         partial = path.with_name(path.name + ".partial")
         save_file(tensors, partial, metadata={"oscar_statistics": json.dumps(state)})
         os.replace(partial, path)
@@ -194,7 +234,7 @@ class Statistics:
                 for name in file.keys():  # noqa: SIM118
                     _, index, field = name.split(".")
                     tensors.setdefault(int(index), {})[field] = file.get_tensor(name)
-            statistics = cls(state["sink"], state["settings"])
+            statistics = cls(Segments(**state["segments"]), state["settings"])
             statistics.samples = state["samples"]
             statistics.layers = {index: LayerStatistics(**tensors[index]) for index in sorted(tensors)}
         except Exception as error:

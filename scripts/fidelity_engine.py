@@ -44,6 +44,7 @@ def scored(
         "max_num_seqs": 1,
         "enforce_eager": True,
         "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
         **engine,
     }
     environment = {
@@ -71,7 +72,7 @@ def _run(folder: Path) -> None:
     llm = LLM(job["model"], **job["engine"])
     batches: list[Tensor] = []
     llm.apply_model(lambda model: capture_prompt_logits(model, batches))
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     for i, window in enumerate(job["windows"]):
         llm.generate([{"prompt_token_ids": window}], params, use_tqdm=False)
         (logits,) = [batch for batch in batches if batch.shape[0] == len(window) - 1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from calib import PRESETS, Recipe, calibrate
+from calib import PRESETS, Recipe, calibrate, pipeline
 from calib.__main__ import main
 from calib.pipeline import CHECKPOINT
 from oscar_vllm.artifact import Artifact
@@ -48,7 +48,25 @@ def test_a_run_writes_a_valid_artifact_for_the_model(tmp_path, shape, recipe):
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"README.md", "oscar_config.json", "oscar_rotations.safetensors"}
     assert artifact.artifact_id in (tmp_path / "README.md").read_text()
-    assert len(result.table().splitlines()) == 2 + 2 + 1
+    candidates = artifact.metrics["candidates"]
+    assert artifact.metrics["model"]["kl"] == min(candidates.values())
+    assert len(result.table().splitlines()) == 2 + 2 + 1 + (len(candidates) > 1) * (1 + len(candidates))
+
+
+def test_the_candidate_with_the_least_final_kl_is_written(tmp_path, monkeypatch):
+    """Whatever the layers' own errors say: the model's KL decides."""
+    judge, favourite = pipeline._judge, "8 bits, spread none"
+
+    def biased(*arguments):
+        figures = judge(*arguments)
+        return figures | {"kl": 0.0 if arguments[-1] == favourite else figures["kl"]}
+
+    monkeypatch.setattr(pipeline, "_judge", biased)
+    result = calibrate(random_model(), tmp_path, **FAST)
+    names = {f"{bits} bits, spread {spread}" for bits in (4, 8) for spread in ("groups", "none")}
+    assert set(result.artifact.metrics["candidates"]) == names
+    assert {(choice.recipe.max_bits, choice.recipe.spread) for choice in result.choices.values()} == {(8, "none")}
+    assert torch.equal(Artifact.load(tmp_path).layers[1].key_encode, result.choices[1].codec.key_encode)
 
 
 def test_head_size_128(tmp_path):

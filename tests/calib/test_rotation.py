@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bases: orthogonality, the whitening identities, what each option does, and the presets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def statistics() -> LayerStatistics:
     layer = LayerStatistics.zeros(HEADS, D)
     layer.tokens += 1000
     layer.queries += 2000
-    for seed, name in enumerate(("query", "key", "page", "value", "output", "mean_field")):
+    for seed, name in enumerate(("query", "key", "page", "value", "output", "mean_field", "attending")):
         getattr(layer, f"{name}_moment").copy_(1000 * covariance(seed))
     layer.key_sum += 500
     layer.value_sum += 250
@@ -127,6 +129,9 @@ def test_targets_and_centring_reach_the_codec():
         allocation="uniform", zero="token", composition="U", key_target="key", value_target="value", centre="both"
     )
     first, second = (layer_basis(layer, recipe).codec(1.0, 1.0) for recipe in (plain, changed))
+    assert torch.equal(first.key_encode, rotation(layer.attending_moment, composition="U").float())
+    uniform = layer_basis(layer, replace(plain, query_weight="uniform")).codec(1.0, 1.0)
+    assert torch.equal(uniform.key_encode, rotation(layer.query_covariance, composition="U").float())
     assert torch.equal(second.key_encode, rotation(layer.key_moment, composition="U").float())
     assert torch.equal(second.value_rotation, rotation(layer.value_moment, composition="U").float())
     assert not torch.equal(first.key_encode, second.key_encode)
@@ -137,7 +142,7 @@ def test_targets_and_centring_reach_the_codec():
 def test_concentration_of_a_flat_spectrum_is_an_eighth():
     layer = statistics()
     identity = torch.eye(D, dtype=torch.float64).expand(HEADS, D, D)
-    layer.query_moment.copy_(identity)
+    layer.attending_moment.copy_(identity)
     layer.page_moment.copy_(identity)
     assert spectrum_concentration(layer, Recipe()) == pytest.approx(1 / 8)
     assert spectrum_concentration(statistics(), Recipe()) > 0.5

@@ -6,11 +6,13 @@ import torch
 from einops import rearrange
 
 from calib.capture import AttentionCall, intercept_attention
+from calib.simulate import Segments
 from calib.statistics import LayerStatistics, Statistics
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from tests.calib.models import VOCABULARY, random_model
 
 SINK, LENGTH = 64, 300
+SEGMENTS = Segments(SINK, 128)
 SAMPLES = [torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
@@ -23,7 +25,7 @@ def collected(request):
     """Statistics of one model over `SAMPLES`, and the (query, key, value) of layer 1 they were made from."""
     family, kv_heads, group, head_size = request.param
     model = random_model(family=family, kv_heads=kv_heads, group=group, head_size=head_size)
-    statistics, calls = Statistics(SINK), []
+    statistics, calls = Statistics(SEGMENTS), []
 
     def handler(call):
         if call.layer == 1:
@@ -78,6 +80,23 @@ def test_output_moment_is_v_s_s_v(collected):
     torch.testing.assert_close(layer.output_moment, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
+def test_attending_moment_weights_queries_by_their_attention_to_history(collected):
+    layer, calls = collected
+    heads, expected = layer.num_kv_heads, 0.0
+    for query, key, _, scaling in calls:
+        group = query.shape[0] // heads
+        logits = query @ key.repeat_interleave(group, 0).mT * scaling
+        at, token = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+        weights = logits.masked_fill(token > at, -torch.inf).softmax(-1)
+        history = (token >= SINK) & (token <= at - SEGMENTS.recent)
+        lost = (weights * (1 - weights) * history).sum(-1)[:, SINK + SEGMENTS.recent :] + 1e-6
+        rows = query[:, SINK + SEGMENTS.recent :]
+        moment = (rows * lost[..., None]).mT @ rows
+        expected = expected + rearrange(moment, "(h g) d e -> h g d e", h=heads).sum(1)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(layer.attending_moment, expected, rtol=0, atol=1e-5 * scale)
+
+
 def test_mean_field_weights_are_query_energies_of_mean_one(collected):
     layer, calls = collected
     expected = 0.0
@@ -92,7 +111,7 @@ def test_mean_field_weights_are_query_energies_of_mean_one(collected):
 
 def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path):
     model = random_model()
-    straight, first = Statistics(SINK, {"seed": 1}), Statistics(SINK, {"seed": 1})
+    straight, first = Statistics(SEGMENTS, {"seed": 1}), Statistics(SEGMENTS, {"seed": 1})
     with torch.no_grad():
         with intercept_attention(model, straight.observe):
             for sample in SAMPLES:
@@ -102,7 +121,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path):
         first.samples = 1
         first.save(tmp_path / "s.safetensors")
         resumed = Statistics.load(tmp_path / "s.safetensors")
-        assert (resumed.samples, resumed.sink, resumed.settings) == (1, SINK, {"seed": 1})
+        assert (resumed.samples, resumed.segments, resumed.settings) == (1, SEGMENTS, {"seed": 1})
         with intercept_attention(model, resumed.observe):
             for sample in SAMPLES[1:]:
                 model(sample[None], use_cache=False)
@@ -112,7 +131,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path):
 
 
 def test_size_does_not_depend_on_the_number_of_samples(tmp_path):
-    statistics, sizes = Statistics(0), []
+    statistics, sizes = Statistics(Segments(0, 128)), []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         query, key = torch.randn(1, 2, 200, 64, generator=generator), torch.randn(1, 1, 200, 64, generator=generator)
@@ -132,7 +151,7 @@ def test_non_finite_activations_name_the_layer(part):
         getattr(model.model.layers[1].self_attn, part).weight[3, 5] = float("inf")
         with (
             pytest.raises(OscarConfigError, match=r"layer 1: the \w+ holds non-finite values in sample 0.*--dtype"),
-            intercept_attention(model, Statistics(SINK).observe),
+            intercept_attention(model, Statistics(SEGMENTS).observe),
         ):
             model(SAMPLES[0][None], use_cache=False)
 

@@ -165,3 +165,21 @@ def test_the_default_text_is_none_that_calibration_uses(script):
     assert len(text) > 800_000
     lines = {line.strip() for document in load_documents(None) for line in document.splitlines() if len(line) > 60}
     assert not lines & {line.strip() for line in text.splitlines()}
+
+
+@pytest.mark.slow
+def test_vllm_and_transformers_agree(script, tmp_path):
+    """The same windows through the plugin, float32: the same KL, up to codes that round the other way."""
+    pytest.importorskip("vllm")
+    model = random_model(family="llama", kv_heads=2, group=2)
+    model.save_pretrained(tmp_path)
+    windows = script.evaluation_windows(TEXT * 60, ByteTokenizer(), 2, 640)
+    chosen = script.configurations(["bf16", "uncalibrated"], {}, model.config, SEGMENTS)
+    with torch.inference_mode():
+        expected = script.evaluate(model, windows, chosen, SEGMENTS)["uncalibrated"].row()
+    served = script.evaluate_engine(str(tmp_path), windows, chosen, SEGMENTS, "float32")
+    assert served["bf16"].row()["kl"] == pytest.approx(0.0, abs=1e-6)
+    actual = served["uncalibrated"].row()
+    assert actual["kl"] == pytest.approx(expected["kl"], rel=0.02)
+    assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
+    assert actual["positions"] == expected["positions"]
