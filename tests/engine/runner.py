@@ -131,6 +131,46 @@ class Runner:
             steps += 1
         return {str(index): finished[name] for index, name in enumerate(ids) if name in finished}
 
+    def beams(self, prompts: list, width: int, max_tokens: int) -> list:
+        """Beam search: per prompt, the generated token ids of every beam, best first."""
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
+        outputs = self.llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return [
+            [beam.tokens[len(prompt) :] for beam in output.sequences]
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def structured(self, prompts: list, schema: dict, **options: Any) -> list:
+        """Greedy answers that a JSON schema constrains: per prompt, the text."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        params = sampling(ignore_eos=False, detokenize=True, structured_outputs=constraint, **options)
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    def adapted(self, prompts: list, adapter: str, **options: Any) -> list:
+        """All prompts with a LoRA adapter; one round of outputs."""
+        from vllm.lora.request import LoRARequest
+
+        inputs, request = [{"prompt_token_ids": prompt} for prompt in prompts], LoRARequest("adapter", 1, adapter)
+        outputs = self.llm.generate(inputs, sampling(**options), lora_request=request, use_tqdm=False)
+        return [[describe(output) for output in outputs]]
+
+    def images(self, prompts: list, size: int, **options: Any) -> list:
+        """Every prompt with an image of its own where its image token stands; one round of outputs."""
+        import numpy
+        from PIL import Image
+
+        inputs = []
+        for seed, prompt in enumerate(prompts):
+            pixels = numpy.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=numpy.uint8)
+            inputs.append({"prompt_token_ids": prompt, "multi_modal_data": {"image": Image.fromarray(pixels)}})
+        outputs = self.llm.generate(inputs, sampling(**options), use_tqdm=False)
+        return [[describe(output) for output in outputs]]
+
     def counters(self) -> dict:
         """vLLM's own counters since the start (the engine argument ``disable_log_stats`` must be False)."""
         from vllm.v1.metrics.reader import Counter

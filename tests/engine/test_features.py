@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users combine with the cache, on the real engine; and the table of docs/compatibility.md held to its tests.
+
+Pages store floats here (``payload="float"``), so token ids must be those of stock vLLM: what surrounds the quantizer
+does not depend on what a page holds. `tests/engine/test_float_payload.py` has the features of scheduling.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import OSCAR, Engines, Run, leaks
+from tests.engine.features import PAGE, ROOT, TABLE, page
+from tests.engine.models import (
+    IMAGE_TOKEN,
+    Geometry,
+    byte_tokenizer,
+    prompts,
+    write_blip2,
+    write_eagle_head,
+    write_lora,
+    write_mixed,
+    write_model,
+    write_shortened,
+)
+from tests.engine.test_float_payload import FLOAT, PERIODIC, assert_same_tokens
+
+QWEN3 = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4)
+MIMO = Geometry("mimo", head_size=64, kv_heads=2, query_heads_per_kv_head=2)
+ONE_KV_HEAD = Geometry("qwen3", head_size=64, kv_heads=1, query_heads_per_kv_head=4)
+
+SOME = prompts([5, 130, 300, 513, 700, 911], seed=0)
+MIXED = {"name": "mixed", "kind": "generate", "prompts": SOME, "max_tokens": 24}
+COUNTERS = {"name": "counters", "kind": "counters"}
+LONG = prompts([40, 700, 1100], seed=21)
+BEAMS = {"name": "beams", "kind": "beams", "prompts": LONG, "width": 4, "max_tokens": 12}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z ]{1,12}$"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+BYTES = [[3 + token % 256 for token in prompt] for prompt in LONG]  # tokens that the tokenizer knows
+STRUCTURED = {"name": "json", "kind": "structured", "prompts": BYTES, "schema": SCHEMA, "max_tokens": 150}
+ENGINE = {
+    "skip_tokenizer_init": False,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "enable_prefix_caching": True,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(engines: Engines) -> tuple[Run, Run]:
+    """Stock vLLM, and pages of floats: beams, JSON, adapters and drafts' text on one engine each."""
+    directory = engines.directory / "features"
+    model = write_model(QWEN3, directory)
+    byte_tokenizer().save_pretrained(model)
+    adapter = str(write_lora(QWEN3, directory))
+    plain = {"name": "plain", "kind": "generate", "prompts": LONG, "max_tokens": 24, "keep_cache": True}
+    adapted = {"name": "adapted", "kind": "adapted", "prompts": LONG, "adapter": adapter, "max_tokens": 24}
+    scenarios = [BEAMS, STRUCTURED, plain, adapted]
+    stock = engines.run(model, ENGINE | {"block_size": 128}, [*scenarios, PERIODIC, MIXED])
+    run = engines.run(model, ENGINE | FLOAT, scenarios)
+    assert not leaks(run)
+    return run, stock
+
+
+@pytest.mark.slow
+def test_beam_search(runs: tuple[Run, Run]) -> None:
+    run, stock = runs
+    assert [len(beams) for beams in stock["beams"]] == [4, 4, 4]
+    assert run["beams"] == stock["beams"]
+
+
+@pytest.mark.slow
+def test_structured_outputs(runs: tuple[Run, Run]) -> None:
+    run, stock = runs
+    for answer in run["json"]:
+        found = json.loads(answer)
+        assert set(found) == set(SCHEMA["required"])
+        assert set(found["tags"]) <= {"red", "green"}
+    assert run["json"] == stock["json"]
+
+
+@pytest.mark.slow
+def test_lora(runs: tuple[Run, Run]) -> None:
+    """The same prompts without and with an adapter: another answer, and no hit on what the other has cached."""
+    run, stock = runs
+    assert_same_tokens(run, stock, "plain")
+    assert_same_tokens(run, stock, "adapted")
+    assert all(a != b for a, b in zip(run.tokens("plain")[0], run.tokens("adapted")[0], strict=True))
+    assert run.cached("adapted") == [[0, 0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
+def test_speculation(engines: Engines, runs: tuple[Run, Run], method: str) -> None:
+    """Greedy tokens are those without drafts, whether drafts are taken (a shortened target) or not (random heads)."""
+    model, stock = QWEN3, runs[1]
+    draft: dict = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 3}
+    if method == "draft_model":
+        draft["model"] = str(write_shortened(QWEN3, 2, engines.directory / "models"))
+    elif method == "eagle":
+        draft["model"] = str(write_eagle_head(QWEN3, engines.directory / "models"))
+    else:
+        model, stock = MIMO, engines.run(MIMO, {}, [PERIODIC])
+    run = engines.run(model, FLOAT | {"speculative_config": draft, "disable_log_stats": False}, [PERIODIC, COUNTERS])
+    drafted, accepted = (run["counters"][f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted"))
+    assert drafted > 100
+    assert 10 < accepted < drafted if method == "draft_model" else accepted < drafted
+    assert_same_tokens(run, stock, "periodic")
+    assert not leaks(run)
+
+
+def window_layers(run: Run) -> int:
+    """Layers that have a window beside their history."""
+    return sum(group["layers"] for group in run["shapes"]["groups"] if group["spec"] == "SinkWindowSpec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "int2"), [("gemma3", 2), ("gemma3n", 1), ("gpt_oss", 2)])
+def test_mixed_models(engines: Engines, family: str, int2: int) -> None:
+    """Sliding layers, and a cache that several layers read, keep the model's dtype; the other full layers do not."""
+    model = write_mixed(family, engines.directory / "models")
+    stock = engines.run(model, {}, [MIXED])
+    run = engines.run(model, FLOAT, [MIXED, {"name": "shapes", "kind": "shapes"}])
+    assert_same_tokens(run, stock, "mixed")
+    assert window_layers(run) == int2
+    assert not leaks(run)
+
+
+@pytest.mark.slow
+def test_images(engines: Engines) -> None:
+    model = write_blip2(engines.directory / "models")
+    asked = [[IMAGE_TOKEN, *prompt] for prompt in prompts([60, 500, 900], seed=31)]
+    images = {"name": "images", "kind": "images", "prompts": asked, "size": 28, "max_tokens": 24}
+    stock = engines.run(model, {"skip_tokenizer_init": False}, [images])
+    run = engines.run(model, FLOAT | {"skip_tokenizer_init": False}, [images])
+    assert_same_tokens(run, stock, "images")
+    assert not leaks(run)
+
+
+@pytest.mark.slow
+def test_skipped_layers(engines: Engines, runs: tuple[Run, Run]) -> None:
+    skipped = FLOAT | {"kv_cache_dtype_skip_layers": ["0", "2"]}
+    run = engines.run(QWEN3, skipped, [MIXED, {"name": "shapes", "kind": "shapes"}])
+    assert_same_tokens(run, runs[1], "mixed")
+    assert window_layers(run) == 1
+    assert len({g["page_bytes"] for g in run["shapes"]["groups"]}) == 1
+    assert not leaks(run)
+
+
+@pytest.mark.slow
+def test_fewer_kv_heads_than_ranks(engines: Engines) -> None:
+    stock = engines.run(ONE_KV_HEAD, {}, [MIXED])
+    run = engines.run(ONE_KV_HEAD, FLOAT | {"tensor_parallel_size": 2}, [MIXED])
+    assert_same_tokens(run, stock, "mixed")
+    assert not leaks(run)
+
+
+@pytest.mark.slow
+def test_restart(engines: Engines) -> None:
+    """INT2 pages: two engines give the same tokens and logprobs, to the last bit."""
+    engine = OSCAR | {"additional_config": {"oscar": {"rotation": "hadamard"}}}
+    first, second = (engines.run(QWEN3, engine, [MIXED], env={"START": start}) for start in ("first", "second"))
+    assert first["mixed"] == second["mixed"]
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.name)
+def test_every_row_names_a_test(feature) -> None:
+    if feature.status == "untested":
+        assert not feature.test
+        return
+    path, function = re.fullmatch(r"(tests/\w+/\w+\.py)::(test_\w+)", feature.test).groups()
+    assert function in functions(ROOT / path)
+
+
+def test_every_feature_stands_once() -> None:
+    names = [feature.name for feature in TABLE]
+    assert len(names) == len(set(names))
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tests.engine.features`"
+
+
+def test_documented_metrics_exist() -> None:
+    import vllm.v1.metrics.loggers
+
+    known = Path(vllm.v1.metrics.loggers.__file__).read_text()
+    named = set(re.findall(r"vllm:\w+", (ROOT / "docs" / "serving.md").read_text()))
+    assert len(named) >= 8
+    assert [name for name in sorted(named) if f'"{name}"' not in known] == []
