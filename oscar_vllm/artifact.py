@@ -10,6 +10,7 @@ Needs torch and safetensors, neither vLLM nor the model's weights.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ CONFIG_FILE = "oscar_config.json"
 TENSOR_FILE = "oscar_rotations.safetensors"
 FORMAT = "oscar_int2"
 SCHEMA_VERSION = 1
+
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_size")
+_GEOMETRY = ("model_type", *_COUNTS, "rope_theta", "rope_type", "rope_factor")
+"""What `model_geometry` returns; the first are whole numbers."""
 
 ORTHOGONALITY_TOLERANCE = 1e-4
 INVERSE_TOLERANCE = 1e-3
@@ -176,9 +181,13 @@ class Artifact:
         directory.mkdir(parents=True, exist_ok=True)
         config, tensors = self._config(), self._tensors()
         config["artifact_id"] = _artifact_id(tensors, config)
+        try:
+            text = json.dumps(config, indent=2, allow_nan=False)
+        except ValueError as error:
+            raise OscarArtifactError(f"the artifact's metrics are not finite ({error}); check the model") from error
         partial = {name: directory / f"{name}.partial" for name in (TENSOR_FILE, CONFIG_FILE)}
         save_file(tensors, partial[TENSOR_FILE], metadata={"format": "pt"})
-        partial[CONFIG_FILE].write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial[CONFIG_FILE].write_text(text + "\n", encoding="utf-8")
         for name, path in partial.items():
             os.replace(path, directory / name)
         return directory
@@ -214,7 +223,7 @@ class Artifact:
             )
         try:
             artifact = _parse(config, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
             raise OscarArtifactError(f"{directory / CONFIG_FILE} does not follow the schema: {error!r}") from error
         artifact.validate()
         return artifact
@@ -279,7 +288,7 @@ def _artifact_id(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> st
 
 def _resolve(source: str | os.PathLike, revision: str | None) -> Path:
     directory = Path(source)
-    if directory.is_dir():
+    if os.path.isdir(directory):  # False, not an error, for what cannot be a path
         if revision is not None:
             raise OscarArtifactError(
                 f"revision {revision!r} has no meaning for the local folder {directory}; leave it out"
@@ -307,7 +316,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise OscarArtifactError(
             f"{directory} holds no {CONFIG_FILE}; make an artifact with `{_calibration_command('<model>')}`"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise OscarArtifactError(f"{path} is damaged ({error}); copy it anew or calibrate again") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise OscarArtifactError(f"{path} is not an {FORMAT} artifact")
@@ -323,6 +332,8 @@ def _parse(config: dict[str, Any], tensors: dict[str, Tensor]) -> Artifact:
     layers = {}
     for key, entry in config["layers"].items():
         prefix = f"layers.{int(key)}."
+        if entry["zero"] not in ("page", "token"):
+            raise ValueError(f"zero is {entry['zero']!r}")
         layers[int(key)] = LayerCodec(
             zero=entry["zero"],
             key_quantizer=Quantizer(**entry["key_quantizer"]),
@@ -330,9 +341,15 @@ def _parse(config: dict[str, Any], tensors: dict[str, Tensor]) -> Artifact:
             **{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
         )
     model, segments = config["model"], config["segments"]
+    geometry = dict(model["geometry"])
+    for name in _GEOMETRY:
+        if name not in geometry:
+            raise KeyError(name)
+        if name in _COUNTS and type(geometry[name]) is not int:
+            raise TypeError(f"{name} is {geometry[name]!r}")
     return Artifact(
         layers=layers,
-        geometry=dict(model["geometry"]),
+        geometry=geometry,
         model=str(model["id"]),
         revision=model["revision"],
         sink=int(segments["sink"]),
@@ -345,6 +362,9 @@ def _parse(config: dict[str, Any], tensors: dict[str, Tensor]) -> Artifact:
 
 def _validate_codec(index: int, codec: LayerCodec) -> None:
     d = codec.head_size
+    for name in ("key_quantizer", "value_quantizer"):
+        if not math.isfinite(getattr(codec, name).constant):
+            raise OscarArtifactError(f"layer {index}: {name} has the constant {getattr(codec, name).constant}")
     for name, tensor in codec.tensors():
         integer = name in ("key_levels", "key_digit")
         if tensor.dtype != (torch.int32 if integer else torch.float32):
@@ -480,7 +500,7 @@ def _rotationzoo_layers(path: str | os.PathLike, heads: int, head_size: int) -> 
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OscarArtifactError(f"{path} is no RotationZoo file that can be read safely: {reason}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
-    if version not in (1, 2):
+    if not isinstance(version, int) or version not in (1, 2):
         raise OscarArtifactError(f"{path} has format_version {version!r}; RotationZoo versions 1 and 2 can be imported")
     entries = content.get("layers")
     if isinstance(entries, list):
@@ -494,5 +514,7 @@ def _rotationzoo_layers(path: str | os.PathLike, heads: int, head_size: int) -> 
         if not isinstance(rotation, Tensor) or tuple(rotation.shape) != shape:
             found = tuple(rotation.shape) if isinstance(rotation, Tensor) else None
             raise OscarArtifactError(f"{path}: layer {index} has a rotation of shape {found}, the model needs {shape}")
+        if not rotation.is_floating_point() or rotation.layout != torch.strided or not str(index).isdecimal():
+            raise OscarArtifactError(f"{path}: layer {index!r} is {rotation.dtype}, {rotation.layout}; not a rotation")
         layers[int(index)] = rotation.double().expand(heads, head_size, head_size)
     return layers

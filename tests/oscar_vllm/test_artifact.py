@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an artifact must survive: being read back, and everything that can be wrong with the files or the model."""
 
+import copy
+import functools
 import json
+import math
+import os
 import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +18,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config
 
 from oscar_vllm.__main__ import main
 from oscar_vllm.artifact import (
     CONFIG_FILE,
+    INVERSE_TOLERANCE,
     TENSOR_FILE,
     Artifact,
+    _artifact_id,
     hadamard_codecs,
     import_rotationzoo,
     model_geometry,
@@ -183,8 +191,6 @@ def test_another_schema_or_format_is_refused(tmp_path):
 
 
 def test_a_consistent_id_does_not_excuse_a_missing_entry(tmp_path):
-    from oscar_vllm.artifact import _artifact_id
-
     artifact = example()
     artifact.save(tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
@@ -193,6 +199,123 @@ def test_a_consistent_id_does_not_excuse_a_missing_entry(tmp_path):
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(OscarArtifactError, match=r"does not follow the schema: KeyError\('value_quantizer'\)"):
         Artifact.load(tmp_path)
+
+
+HOSTILE = [None, True, -1, 0, 2.5, 1e308, math.inf, math.nan, 10**30, "x", [], {}, [[]]]
+
+
+def places(content: dict, prefix: tuple = ()) -> Iterator[tuple]:
+    for key, value in content.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from places(value, (*prefix, key))
+
+
+def signed(config: dict, tensors: dict, folder: Path) -> Path:
+    """Write an artifact whose id is right, whatever it holds."""
+    folder.mkdir(exist_ok=True)
+    config = config | {"artifact_id": _artifact_id(tensors, config)}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / TENSOR_FILE)
+    return folder
+
+
+def test_whatever_stands_in_a_signed_configuration_is_read_or_refused(tmp_path):
+    """Every entry deleted, and replaced by values of every kind: an `OscarArtifactError`, or a valid artifact."""
+    config, tensors = example()._config(), example()._tensors()
+    refusals = []
+    for place in places(config):
+        for value in ["deleted", *HOSTILE]:
+            changed = copy.deepcopy(config)
+            *above, last = place
+            parent = functools.reduce(lambda inner, key: inner[key], above, changed)
+            if value == "deleted":
+                del parent[last]
+            else:
+                parent[last] = value
+            try:
+                Artifact.load(signed(changed, tensors, tmp_path / "a")).validate()
+            except OscarArtifactError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 300
+    assert not [message for message in refusals if "\n" in message]
+
+
+@pytest.mark.parametrize("name", sorted(example()._tensors()))
+def test_whatever_tensor_stands_in_a_signed_file_is_refused(tmp_path, name):
+    config, tensors = example()._config(), example()._tensors()
+    tensor = tensors[name]
+    other = torch.int32 if tensor.is_floating_point() else torch.float32
+    for changed in (tensor.to(other), tensor.half(), tensor[:1], tensor[..., :0], tensor.flatten(), tensor / 0):
+        with pytest.raises(OscarArtifactError):
+            Artifact.load(signed(config, tensors | {name: changed.contiguous()}, tmp_path / "a"))
+    del tensors[name]
+    with pytest.raises(OscarArtifactError, match="does not follow the schema"):
+        Artifact.load(signed(config, tensors, tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "", "null", "7", "\ufeff{}", '{"format": "oscar_int2"}'],
+    ids=["deep", "long number", "empty", "null", "number", "marked", "short"],
+)
+def test_text_that_is_no_configuration_is_refused(tmp_path, text):
+    example().save(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text(text)
+    with pytest.raises(OscarArtifactError):
+        Artifact.load(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["x" * 100_000, "a\0b", "~/nowhere", "a/b/c"])
+def test_sources_that_cannot_be_a_folder_are_refused(source):
+    with pytest.raises(OscarArtifactError, match="does not exist"):
+        Artifact.load(source)
+
+
+# ---------------------------------------------------------------------------------------------- half-written files
+
+
+@pytest.mark.parametrize("failing", ["tensors", "configuration", "first move", "second move"])
+def test_a_write_that_fails_leaves_no_half_of_an_artifact(tmp_path, monkeypatch, failing):
+    """A full disk, or a kill, at any point: the folder holds the old artifact, or one that is refused; never a mix."""
+    example().save(tmp_path)
+    old, new = example(), replace(example(), layers={0: spectral(5, 4)})
+    moves = 0
+
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    def move(source, target, original=os.replace):
+        nonlocal moves
+        moves += 1
+        if moves == (1 if failing == "first move" else 2):
+            full()
+        original(source, target)
+
+    if failing == "tensors":
+        monkeypatch.setattr("oscar_vllm.artifact.save_file", full)
+    elif failing == "configuration":
+        monkeypatch.setattr(Path, "write_text", full)
+    else:
+        monkeypatch.setattr(os, "replace", move)
+    with pytest.raises(OSError, match="no space left"):
+        new.save(tmp_path)
+    monkeypatch.undo()
+    if failing == "second move":
+        with pytest.raises(OscarArtifactError, match="changed or damaged after saving"):
+            Artifact.load(tmp_path)
+    else:
+        assert Artifact.load(tmp_path).artifact_id == old.artifact_id
+    new.save(tmp_path)
+    assert Artifact.load(tmp_path).artifact_id == new.artifact_id
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, TENSOR_FILE}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_metrics_that_are_not_finite_are_refused_before_anything_is_written(tmp_path, value):
+    with pytest.raises(OscarArtifactError, match="metrics are not finite"):
+        replace(example(), metrics={"0": {"key_kl": value}}).save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------- wrong content
@@ -383,12 +506,47 @@ def test_rotationzoo_files_that_do_not_fit_are_refused(tmp_path):
         ({"format_version": 2, "layers": [{"eigenvalues": torch.ones(4)}]}, "rotation of shape None"),
         ({"format_version": 1, "layers": [{"rotation": 2 * torch.eye(D)}] * 3}, "not inverse|not orthogonal"),
         ({"format_version": 1, "layers": [{"rotation": torch.eye(D)}]}, r"has layers \[0\], .* they must agree"),
+        ({"format_version": torch.tensor([1, 2]), "layers": []}, "has format_version tensor"),
+        ({"format_version": 1, "layers": {"a": {"rotation": torch.eye(D)}}}, "layer 'a' is torch.float32"),
+        ({"format_version": 1, "layers": {None: {"rotation": torch.eye(D)}}}, "layer None is torch.float32"),
+        ({"format_version": 1, "layers": {-1: {"rotation": torch.eye(D)}}}, "layer -1 is torch.float32"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(D).int()}]}, "layer 0 is torch.int32"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(D).cfloat()}]}, "layer 0 is torch.complex64"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(D).to_sparse()}]}, "torch.sparse_coo; not a rot"),
+        ({"format_version": 1, "layers": [{"rotation": torch.eye(D) * torch.nan}] * 3}, "holds non-finite"),
     ):
         torch.save(content, bad)
         with pytest.raises(OscarArtifactError, match=message):
             import_rotationzoo(bad, good, CONFIG, model="m")
     with pytest.raises(OscarArtifactError, match=r"missing.pt does not exist"):
         import_rotationzoo(tmp_path / "missing.pt", good, CONFIG, model="m")
+
+
+def test_damaged_rotationzoo_files_are_refused_or_mean_the_same(tmp_path):
+    good, bad, generator = tmp_path / "good.pt", tmp_path / "bad.pt", random.Random(0)
+    write_zoo(good, 2, 0)
+    raw = good.read_bytes()
+    expected = import_rotationzoo(good, good, CONFIG, model="m")
+    for share in (0.0, 0.1, 0.5, 0.999):
+        bad.write_bytes(raw[: int(len(raw) * share)])
+        with pytest.raises(OscarArtifactError, match="no RotationZoo file that can be read safely"):
+            import_rotationzoo(bad, good, CONFIG, model="m")
+    refused = 0
+    for _ in range(200):
+        flipped = bytearray(raw)
+        for _ in range(generator.choice((1, 8))):
+            flipped[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+        bad.write_bytes(flipped)
+        try:
+            artifact = import_rotationzoo(bad, good, CONFIG, model="m")
+        except OscarArtifactError:
+            refused += 1
+        else:  # A flip of padding, or of an element's last bits: R^T R moves by that times an element of its row,
+            # of which one is at least d^-0.5, and may move by INVERSE_TOLERANCE.
+            for index, codec in expected.layers.items():
+                moved = (artifact.layers[index].key_encode - codec.key_encode).abs().max()
+                assert float(moved) <= INVERSE_TOLERANCE * D**0.5
+    assert refused > 100
 
 
 class _Malicious:
