@@ -169,8 +169,8 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise OscarConfigError(f"{what} is not valid JSON ({error}): {value!r}") from None
+        except (ValueError, RecursionError) as error:
+            raise OscarConfigError(f"{what} is not valid JSON ({error}): {value[:200]!r}") from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):

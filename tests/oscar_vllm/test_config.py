@@ -2,8 +2,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
@@ -61,6 +64,31 @@ def test_wrong_options_are_refused_in_one_line(options, message):
         OscarConfig.from_options(options)
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"sink": ' + "9" * 5000 + "}", "", "nul", "[1]", "7", '"x"'])
+def test_text_that_is_no_object_is_refused_in_one_line(text):
+    for read in (OscarConfig.from_options, OscarConfig.from_additional_config):
+        with pytest.raises(OscarConfigError) as refusal:
+            read(text)
+        assert "\n" not in str(refusal.value)
+        assert len(str(refusal.value)) < 400
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([field.name for field in fields(OscarConfig)]) | st.text(max_size=3),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+        | st.sampled_from(["exact", "page", "int2", "hadamard", 64, 256]),
+        max_size=4,
+    )
+)  # fmt: skip
+def test_any_options_are_accepted_or_refused(options):
+    try:
+        config = OscarConfig.from_options(options)
+    except OscarConfigError:
+        return
+    assert OscarConfig.from_options(config.to_options()) == config
 
 
 def test_resolved_prefers_the_option_then_the_artifact_then_the_default():
