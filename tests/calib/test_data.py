@@ -64,6 +64,11 @@ def test_jsonl_and_txt(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("a.jsonl", b'{"body": "a"}\n', r"line 1 has no text field 'text' \(found \['body'\]\); set --text-field"),
         ("a.jsonl", b"[1]\n", "line 1 has no text field"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON: maximum recursion depth"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"9" * 5000 + b"}", "line 2 is not JSON: Exceeds the limit"),
+        ("a.jsonl", b'{"text": null}\n', "line 1 has no text field 'text'"),
+        ("a.jsonl", '{"text": "Grüße"}'.encode("latin1"), "is not UTF-8"),
+        ("a.txt", "Grüße".encode("utf-16"), "is a binary file"),
         ("a.csv", b"text\nhello\n", "has an unknown type"),
     ],
 )
@@ -72,6 +77,41 @@ def test_unusable_files_are_refused(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(OscarConfigError, match=message):
         list(load_documents(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_folder_is_no_dataset(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(OscarConfigError, match="cannot be read: Is a directory"):
+        list(load_documents(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("word", ["word ", "line\n", "ü", "語"])
+def test_the_beginning_of_a_huge_text_is_read(tmp_path, word):
+    """Also of one without a line end, whatever character the limit cuts."""
+    (tmp_path / "a.txt").write_text("-" + word * 9_000_000, encoding="utf-8")
+    (text,) = load_documents(str(tmp_path / "a.txt"))
+    assert text == ("-" + word * len(text))[: len(text)]
+    assert 8_000_000 - 4 < len(text.encode()) <= 8_000_000
+
+
+def test_a_damaged_byte_of_a_huge_text_is_found(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"word " * 1_000_000 + b"\xff" + b"word " * 1_000_000)
+    with pytest.raises(OscarConfigError, match=r"is not UTF-8 .byte 0xff at 5000000"):
+        list(load_documents(str(tmp_path / "a.txt")))
+
+
+def test_a_huge_line_is_one_document(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "word " * 3_000_000}) + '\n{"text": "b"}\n')
+    first, second = load_documents(str(tmp_path / "a.jsonl"))
+    assert (len(first), second) == (15_000_000, "b")
+    assert len(windows([first], count=2)) == 2
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    """JSON can hold it, UTF-8 cannot, and tokenizers stop at it."""
+    (tmp_path / "a.jsonl").write_text(r'{"text": "a \ud800 \ud83d\ude00"}')
+    assert list(load_documents(str(tmp_path / "a.jsonl"))) == ["a ? 😀"]
 
 
 def test_an_unknown_dataset_is_refused(monkeypatch):
