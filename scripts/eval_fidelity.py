@@ -31,6 +31,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from html.parser import HTMLParser
@@ -323,7 +324,11 @@ def evaluate_engine(
     with fidelity_engine.scored(model, windows, first, dtype, {}) as exact:
         for name, configuration in chosen.items():
             start = time.monotonic()
-            with fidelity_engine.scored(model, windows, first, dtype, configuration.engine or {}) as actual:
+            with ExitStack() as stack:
+                actual = exact  # an engine without arguments is the exact one
+                if configuration.engine:
+                    engine = fidelity_engine.scored(model, windows, first, dtype, configuration.engine)
+                    actual = stack.enter_context(engine)
                 for window, p, q in zip(windows, exact, actual, strict=True):
                     scores[name].add(torch.from_numpy(p[:]), torch.from_numpy(q[:]), window[first + 1 :])
             scores[name].seconds = time.monotonic() - start
