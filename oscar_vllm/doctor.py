@@ -39,9 +39,9 @@ def report(model: str | None = None, options: dict[str, Any] | None = None) -> I
             vllm_config = _engine_config(model, options or {})
         except Exception as error:  # whatever stops an engine belongs in the report
             yield "model", f"{model}: {type(error).__name__}: {_one_line(error)}", False
-            return
-        yield from _model(vllm_config)
-        kernels = _kernels_of(vllm_config)
+        else:
+            yield from _model(vllm_config)
+            kernels = _kernels_of(vllm_config)
     yield from _self_test(kernels)
 
 

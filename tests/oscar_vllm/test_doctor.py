@@ -57,8 +57,9 @@ def test_a_models_layers_and_their_backends(model, capsys):
 
 def test_a_missing_artifact_is_a_problem(model, capsys):
     assert main(["doctor", "--model", str(model)]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"model        PROBLEM: {model}: OscarArtifactError: no OSCAR calibration artifact")
+    problem, tested = capsys.readouterr().out.splitlines()[-2:]
+    assert tested.startswith("self-test ")
+    assert problem.startswith(f"model        PROBLEM: {model}: OscarArtifactError: no OSCAR calibration artifact")
 
 
 def test_an_artifact_is_compared_with_the_model(model):
