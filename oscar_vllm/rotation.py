@@ -107,7 +107,8 @@ def local_kv_heads(total: int, local: int, tp_size: int, tp_rank: int) -> torch.
 
 @functools.lru_cache(maxsize=4)
 def _load(source: str, revision: str | None) -> Artifact:
-    return Artifact.load(source, revision=revision)
+    with plain_tensors():
+        return Artifact.load(source, revision=revision)
 
 
 def engine_settings(vllm_config: Any) -> EngineSettings:

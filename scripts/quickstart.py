@@ -68,14 +68,14 @@ def run_engine(job: dict, result_path: Path) -> None:
         text = job["generate_from"] + result["token_ids"] if job["score"] == "continued" else job["score"]
         batches: list = []
         llm.apply_model(lambda model: capture_prompt_logits(model, batches))
-        # The prompt's own logits are computed only when prompt logprobs are asked for, in one batch or in several;
-        # the batch of one row is the token to sample.
+        # The prompt's own logits are computed only when prompt logprobs are asked for, in one batch or in several, with
+        # or without the last token's; the batch of one row is the token to sample.
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
         logits = [batch.float().log_softmax(-1).cpu() for batch in batches if batch.shape[0] > 1]
-        if sum(len(batch) for batch in logits) != len(text) - 1:
+        if sum(len(batch) for batch in logits) not in (len(text) - 1, len(text)):
             raise SystemExit(f"{[tuple(batch.shape) for batch in batches]} are not the logits of {len(text)} tokens")
-        np.save(result_path.with_suffix(".npy"), np.concatenate(logits))
+        np.save(result_path.with_suffix(".npy"), np.concatenate(logits)[: len(text) - 1])
     result_path.write_text(json.dumps(result))
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from oscar_vllm.artifact import Artifact
+from oscar_vllm.artifact import Artifact, model_geometry
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.errors import OscarArtifactError
 from oscar_vllm.rotation import EngineSettings, engine_settings, local_kv_heads
@@ -71,4 +72,22 @@ def test_the_loaders_defaults_do_not_reach_the_codec(source):
         torch.set_default_dtype(torch.float32)
     for (name, tensor), (_, plain) in zip(codec.tensors(), expected.tensors(), strict=True):
         assert tensor.dtype == (torch.int32 if name in ("key_levels", "key_digit") else torch.float32), name
+        assert torch.equal(tensor, plain), name
+
+
+def test_an_artifact_first_read_while_the_model_is_made(tmp_path):
+    """A separate engine process reads it for the first time inside a layer's constructor."""
+    config = LlamaConfig(num_attention_heads=2, hidden_size=128, num_key_value_heads=2, num_hidden_layers=1)
+    codec = random_spectral(2, 64, 4)
+    folder = Artifact({0: codec}, model_geometry(config), "m").save(tmp_path / "artifact")
+    config = SimpleNamespace(
+        additional_config={"oscar": {"artifact": str(folder)}}, model_config=SimpleNamespace(model="m")
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            loaded = engine_settings(config).artifact
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (name, tensor), (_, plain) in zip(loaded.layers[0].tensors(), codec.tensors(), strict=True):
         assert torch.equal(tensor, plain), name
