@@ -248,7 +248,7 @@ def check_gathered(attention: Callable[..., Any], device: str) -> float:
     """Worst error of a row of `gather` and FlashAttention in two spans, relative to the row's norm."""
     case = Case([(3000, 300), (700, 550)], device)
     plan = case.plan(20)
-    rows = case.key.new_empty(2, 20 * PAGE_TOKENS, KV_HEADS, HEAD_SIZE)
+    rows = case.key.new_full((2, plan.rows, KV_HEADS, HEAD_SIZE), torch.nan)
     out = case.attend_gathered(attention, plan, rows, torch.stack([case.query, case.query]))
     expected, _ = reference.attend(
         case.query, case.key, case.value, **case.cache(), scale=HEAD_SIZE**-0.5, recent=RECENT
@@ -275,7 +275,7 @@ def time_prefill(case: Case, variant: Variant) -> float:
 def time_gathered(case: Case, attention: Callable[..., Any], buffer_pages: int) -> tuple[float, float]:
     """Microseconds of gathering context and chunk, attending and merging, and of gathering alone."""
     plan = case.plan(buffer_pages)
-    rows = case.key.new_empty(2, buffer_pages * PAGE_TOKENS, KV_HEADS, HEAD_SIZE)
+    rows = case.key.new_empty(2, plan.rows, KV_HEADS, HEAD_SIZE)
     outs = torch.stack([case.query, case.query])
     alone = microseconds([lambda: [case.gather(plan, span, rows) for span in plan.spans]], repeats=3)
     return microseconds([lambda: case.attend_gathered(attention, plan, rows, outs)], repeats=3), alone

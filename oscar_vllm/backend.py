@@ -50,7 +50,7 @@ from triton_ops.attend_decode import DecodeWorkspace, attend_decode
 from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
-from triton_ops.gather import GatherPlan, gather, plan_gather
+from triton_ops.gather import PADDING_ROWS, GatherPlan, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import prepare_query
 from triton_ops.schedule import DecodeSchedule
@@ -536,7 +536,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def _prefill_buffers(self, query: torch.Tensor, gathered: bool) -> "PrefillBuffers":
         """Scratch memory of one prefill: query [T, Hq, d] decides its size, the history does not."""
         shapes = workspace_shapes(num_tokens=query.shape[0], num_query_heads=self.num_heads, head_size=self.head_size)
-        rows = (self.gather_pages * PAGE_TOKENS, self.num_kv_heads, self.head_size)
+        rows = (self.gather_pages * PAGE_TOKENS + PADDING_ROWS, self.num_kv_heads, self.head_size)
         return PrefillBuffers(
             part=query.new_empty(query.shape),
             part_lse=query.new_empty((self.num_heads, query.shape[0]), dtype=torch.float32),

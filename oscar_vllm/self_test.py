@@ -364,7 +364,7 @@ class _SelfTest:
             buffer_pages=max(self.seq_lens) // PAGE_TOKENS + 3,
         )
         assert plan is not None
-        rows = (2, plan.request.shape[0] * PAGE_TOKENS, codec.num_kv_heads, d)
+        rows = (2, plan.rows, codec.num_kv_heads, d)
         buffer = torch.full(rows, torch.nan, dtype=layer.dtype, device=self.device)
         ends = list(self.seq_lens)
         for span in plan.spans:

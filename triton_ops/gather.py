@@ -17,7 +17,8 @@ A row comes from (`reference.attend`, "exact")
     otherwise                              its page:   key = mean + (scale * (code - 1.5)) @ key_query^T
                                                        value = (scale * code + zero) @ value_rotation^T
 
-What is rounded to the model's dtype here is what an unquantized cache would round, too.
+What is rounded to the model's dtype here is what an unquantized cache would round, too. FlashAttention loads whole
+tiles and multiplies the values behind the last key by zero, so the rows that follow must hold numbers: they are zeroed.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ from torch import Tensor
 from triton_ops.attend_prefill import _fragment, _key_tile, _metadata, _value_tile
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
+
+PADDING_ROWS = 256
+"""Rows behind the last token that are zeroed, at least FlashAttention's largest tile of keys."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class GatherPlan:
     spans: list[Span]
     request: Tensor
     index: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Rows that a buffer needs."""
+        return self.request.shape[0] * PAGE_TOKENS + PADDING_ROWS
 
 
 def plan_gather(
@@ -127,7 +136,18 @@ def _store(
         tl.store(target[:, None] + column[None, :], out.to(target.dtype.element_ty), mask=keep[:, None])
 
 
-@triton.jit(do_not_specialize=["sink", "recent", "request_of", "index_of", "first_page", "start_loc", *BATCH_ARGUMENTS])
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "sink",
+        "recent",
+        "request_of",
+        "index_of",
+        "first_page",
+        "start_loc",
+        *BATCH_ARGUMENTS,
+    ]
+)
 def _gather_kernel(
     key,
     value,
@@ -147,6 +167,7 @@ def _gather_kernel(
     value_mean,
     key_out,
     value_out,
+    num_requests,
     sink,
     recent,
     key_stride_token,
@@ -161,6 +182,7 @@ def _gather_kernel(
     page_table_stride,
     window_table_stride,
     out_stride_token,
+    PADDING: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     ZERO_PAGE: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
@@ -175,6 +197,14 @@ def _gather_kernel(
 ):
     # Axis 0: pages of the buffer. Axis 1: KV heads. Axis 2: keys, values.
     head = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) == 0:
+        padding = (tl.load(start_loc + num_requests) + tl.arange(0, PADDING)).to(tl.int64) * out_stride_token
+        padding = padding[:, None] + (head * HEAD_SIZE + tl.arange(0, HEAD_SIZE))[None, :]
+        zeros = tl.zeros([PADDING, HEAD_SIZE], key_out.dtype.element_ty)
+        if tl.program_id(2) == 0:
+            tl.store(key_out + padding, zeros)
+        else:
+            tl.store(value_out + padding, zeros)
     request = tl.load(request_of + tl.program_id(0)).to(tl.int64)
     index = tl.load(index_of + tl.program_id(0))
     first_row = tl.load(start_loc + request)
@@ -263,7 +293,7 @@ def gather(
         layout: the page layout; ``zero`` as the codec's.
         sink: sink tokens, at most 128.
         recent: recent tokens, at least 128.
-        key_out: [rows, H, d] contiguous, rows for every page of the plan; written in its dtype.
+        key_out: [at least plan.rows, H, d] contiguous; written in its dtype.
         value_out: likewise.
 
     Raises:
@@ -279,7 +309,7 @@ def gather(
         )
     if not 0 <= sink <= PAGE_TOKENS or recent < PAGE_TOKENS:
         raise ValueError(f"sink={sink} must be at most 128 and recent={recent} at least 128")
-    rows = plan.request.shape[0] * PAGE_TOKENS
+    rows = plan.rows
     for name, buffer in (("key", key_out), ("value", value_out)):
         if buffer.shape[0] < rows or buffer.shape[1:] != (heads, d) or not buffer.is_contiguous():
             raise ValueError(f"{name} buffer {tuple(buffer.shape)} must be contiguous [at least {rows}, {heads}, {d}]")
@@ -302,6 +332,7 @@ def gather(
         codec.value_mean,
         key_out,
         value_out,
+        span.first_page.shape[0],
         sink,
         recent,
         key.stride(0),
@@ -316,6 +347,7 @@ def gather(
         page_table.stride(0),
         window_table.stride(0),
         key_out.stride(0),
+        PADDING=PADDING_ROWS,
         HEAD_SIZE=d,
         ZERO_PAGE=layout.zero == "page",
         WINDOW_BLOCK=windows.shape[2],

@@ -72,7 +72,7 @@ def launches(name: str, head_size: int, zero: str) -> list[tuple[Any, tuple, dic
             query_lens=[tokens], max_seq_lens=[2 * tokens], seq_lens=metadata["seq_lens"], buffer_pages=pages
         )
         assert plan is not None
-        out = torch.zeros(pages * 128, heads, head_size, dtype=torch.bfloat16)
+        out = torch.zeros(plan.rows, heads, head_size, dtype=torch.bfloat16)
         gather.gather(
             key=key, value=key, **cache, plan=plan, span=plan.spans[0], recent=256, key_out=out, value_out=out
         )

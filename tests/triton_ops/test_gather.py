@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.triton_ops.step_cases import BLOCK, DEVICES
 from tests.triton_ops.test_attend_prefill import RECENT, SINK, prepare
 from triton_ops import reference
-from triton_ops.gather import gather, plan_gather
+from triton_ops.gather import PADDING_ROWS, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS
 
 # (before, new): several pages of context, one that ends inside the recent window, none, an incomplete page.
@@ -56,7 +56,7 @@ def run(step, codec, layout, device, buffer_pages):
     )
     assert plan is not None
     assert plan.request.shape[0] <= buffer_pages
-    buffer = torch.empty(2, buffer_pages * PAGE_TOKENS, *step.key.shape[1:], device=device)
+    buffer = torch.empty(2, plan.rows + 7, *step.key.shape[1:], device=device)
     found = [[] for _ in lengths]
     for number, span in enumerate(plan.spans):
         buffer.fill_(torch.nan)
@@ -66,7 +66,9 @@ def run(step, codec, layout, device, buffer_pages):
         )  # fmt: skip
         edges = span.start_loc.tolist()
         assert not buffer[:, : edges[-1]].isnan().any()
-        assert buffer[:, edges[-1] :].isnan().all()
+        # FlashAttention multiplies what follows by zero.
+        assert not buffer[:, edges[-1] : edges[-1] + PADDING_ROWS].any()
+        assert buffer[:, edges[-1] + PADDING_ROWS :].isnan().all()
         for r, (begin, end) in enumerate(pairwise(edges)):
             assert end - begin <= span.max_tokens
             if number == 0:  # the causal one holds all of the step's own tokens
@@ -138,7 +140,7 @@ def test_buffers_that_do_not_fit_are_refused():
     step, codec, layout = prepare([(300, 1)], heads=1, groups=1, d=64, zero="page")
     plan = plan_gather(query_lens=[1], max_seq_lens=[301], seq_lens=step.seq_lens, buffer_pages=3)
     small = torch.zeros(2 * PAGE_TOKENS, 1, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"contiguous \[at least 384, 1, 64\]"):
+    with pytest.raises(ValueError, match=r"contiguous \[at least 640, 1, 64\]"):
         gather(
             **step.cache("key", "value"), plan=plan, span=plan.spans[0], codec=codec, layout=layout, sink=SINK,
             recent=RECENT, key_out=small, value_out=small,
