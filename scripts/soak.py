@@ -72,6 +72,10 @@ class ServerDied(Exception):
     """The server's process or its engine is gone."""
 
 
+class NoAnswerAlone(Exception):
+    """An idle server did not answer; the record says why."""
+
+
 # ------------------------------------------------------------------------------------------- questions and answers
 
 
@@ -449,7 +453,8 @@ class Soak:
             self.record.violation("error", f"{question.name}: {type(error).__name__}: {error}")
             return None
         if not answer.finite:
-            self.record.violation("not finite", f"{question.name}: logprobs {answer.logprobs}")
+            wrong = sum(not math.isfinite(value) for value in answer.logprobs)
+            self.record.violation("not finite", f"{question.name}: {wrong} of {len(answer.logprobs)} logprobs")
             return None
         if not answer.tokens or answer.finish is None:
             self.record.violation("error", f"{question.name}: the stream ended without an answer")
@@ -546,7 +551,9 @@ class Soak:
         models = (await self.client.models.list()).data
         self.model, self.context = models[0].id, models[0].max_model_len
         sample = MANUAL[: min(2000, self.context // 2)]
-        answer = await self.ask(Question("length", "plain", {"prompt": sample, "max_tokens": 1}))
+        answer = await self.valid(Question("length", "plain", {"prompt": sample, "max_tokens": 1}))
+        if answer is None:
+            raise NoAnswerAlone("length")
         prompts = Prompts(self.options.seed, len(sample) / answer.prompt_tokens)
         self.questions = prompts.questions(self.options.questions, self.context)
         self.prompts = prompts
@@ -560,7 +567,7 @@ class Soak:
             self.record.violation("leak", f"blocks are in use before {question.name}, on an idle server")
         answer = await self.valid(question)
         if answer is None:
-            raise SystemExit(f"the idle server did not answer {question.name}; see above")
+            raise NoAnswerAlone(question.name)
         self.alone[question.name] = answer
         if question.kind == "json":
             self.check_json(question, answer)
@@ -740,16 +747,25 @@ class Soak:
                 await task
             await self.judge()
         except ServerDied as error:
-            log = self.server.log(2000) if self.server is not None else ""
-            self.record.violation("died", str(error), log=log)
-        except httpx.HTTPError as error:
-            self.record.violation("error", f"{type(error).__name__}: {error}")
+            self.died(error)
+        except NoAnswerAlone:
+            pass  # a violation already
+        except (httpx.HTTPError, openai.OpenAIError) as error:
+            try:
+                await self.check_alive()
+                self.record.violation("error", f"{type(error).__name__}: {error}")
+            except ServerDied as death:
+                self.died(death)
         finally:
             if watcher is not None:
                 watcher.cancel()
                 await asyncio.gather(watcher, return_exceptions=True)
             await self.http.aclose()
             await self.client.close()
+
+    def died(self, death: ServerDied) -> None:
+        """Report the end of the server with the last it said."""
+        self.record.violation("died", str(death), log=self.server.log(2000) if self.server is not None else "")
 
     async def judge(self) -> None:
         """What can be said only at the end: NaN counted by the engine, growth, and whether the run meant anything."""
@@ -812,6 +828,7 @@ def compare_dtypes(main: Soak, reference: Soak) -> dict:
         "dtype": main.options.compare_dtype, "questions": len(questions), "equal": equal,
         "with_expected_value": sum(question.expected is not None for question in questions),
         "found": len(also), "found_by_reference": len(right), "lost": lost,
+        "reference_violations": reference.record.violations,
     }  # fmt: skip
 
 
@@ -972,7 +989,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tokenizer = write_byte_tokenizer(options.model, Path(work) / "tokenizer")
             reference = None
             if options.compare_dtype:
-                reference, _ = serve_and(Soak.prepare, options, tokenizer, options.compare_dtype)
+                try:
+                    reference, _ = serve_and(Soak.prepare, options, tokenizer, options.compare_dtype)
+                except (ServerDied, NoAnswerAlone) as error:
+                    raise SystemExit(f"the {options.compare_dtype} server did not answer: {error}") from error
             soak, log = serve_and(Soak.drive, options, tokenizer, options.cache_dtype)
             if reference is not None and len(soak.alone) >= len(soak.questions) > 0:
                 comparison = compare_dtypes(soak, reference)
