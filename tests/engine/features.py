@@ -91,7 +91,7 @@ TABLE = [
         ("tensor parallelism", "yes", FLOAT + "test_tensor_parallel"),
         ("tensor parallelism with fewer KV heads than ranks", "yes", FEATURES + "test_fewer_kv_heads_than_ranks"),
         ("pipeline parallelism", "untested", "", "vLLM 0.32 does not run it on a CPU."),
-        ("data parallelism", "untested", "", "Every engine has a cache of its own."),
+        ("data parallelism", "yes", ENGINE + "test_serve.py::test_data_parallel", "Every engine has its own cache."),
         ("sleep mode", "untested", "", "Rotations come back after level 2 when the weights are loaded again."),
         ("decode and prefill context parallelism", "no", REFUSAL),
         ("dual-batch overlap", "no", OPTION_REFUSAL),

@@ -3,6 +3,7 @@
 
 import json
 import pydoc_data.topics
+import re
 import signal
 import socket
 import subprocess
@@ -11,16 +12,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 
-from tests.engine.conftest import environment
+from tests.engine.conftest import Engines, environment
+from tests.engine.models import Geometry, byte_tokenizer, prompts, write_model
 
 pytestmark = pytest.mark.slow
 
 STARTUP_SECONDS = 300
+NAME = "served"
 LONG_PROMPT = pydoc_data.topics.topics["assignment"][:6000]  # about 1,500 tokens
 
 
@@ -43,18 +47,15 @@ def wait_until_healthy(url: str, process: subprocess.Popen, log: Path) -> None:
     pytest.fail(f"vllm serve was not healthy after {STARTUP_SECONDS} s:\n{log.read_text()[-6000:]}", pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """URL and log file of a server."""
-    log_path = tmp_path_factory.mktemp("serve") / "log.txt"
+@contextmanager
+def serving(model: Path, oscar: dict, log_path: Path, *arguments: str) -> Iterator[str]:
+    """A server with float32 and INT2 or float pages, stopped on leaving; its URL."""
     port = free_port()
-    # "invariant" and float32 make an answer independent of prefix hits, so that it can be compared.
-    oscar = {"rotation": "hadamard", "prefill": "invariant"}
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(smollm2), "--served-model-name", "smollm2",
+        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", NAME,
         "--kv-cache-dtype", "oscar_int2", "--additional-config", json.dumps({"oscar": oscar}),
         "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--enable-prompt-tokens-details",
-        "--host", "127.0.0.1", "--port", str(port),
+        "--host", "127.0.0.1", "--port", str(port), *arguments,
     ]  # fmt: skip
     with open(log_path, "w") as log:
         process = subprocess.Popen(
@@ -67,7 +68,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_healthy(url, process, log_path)
-        yield url, log_path
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -78,17 +79,30 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """URL and log file of a server."""
+    log_path = tmp_path_factory.mktemp("serve") / "log.txt"
+    # "invariant" and float32 make an answer independent of prefix hits, so that it can be compared.
+    with serving(smollm2, {"rotation": "hadamard", "prefill": "invariant"}, log_path) as url:
+        yield url, log_path
+
+
+@pytest.fixture(scope="module")
 def client(server: tuple[str, Path]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0, timeout=300)
+    return client_of(server[0])
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def complete(client: openai.OpenAI, prompt: str = LONG_PROMPT) -> openai.types.Completion:
-    return client.completions.create(model="smollm2", prompt=prompt, max_tokens=32, temperature=0)
+    return client.completions.create(model=NAME, prompt=prompt, max_tokens=32, temperature=0)
 
 
 def chat_request(question: str) -> dict:
     messages = [{"role": "user", "content": f"{LONG_PROMPT[:3000]}\n\n{question}"}]
-    return {"model": "smollm2", "messages": messages, "max_tokens": 32, "temperature": 0}
+    return {"model": NAME, "messages": messages, "max_tokens": 32, "temperature": 0}
 
 
 def test_startup_summary(client: openai.OpenAI, server: tuple[str, Path]) -> None:
@@ -109,7 +123,7 @@ def test_completion_with_prefix_hit(client: openai.OpenAI) -> None:
 
 
 def test_streamed_completion(client: openai.OpenAI) -> None:
-    stream = client.completions.create(model="smollm2", prompt=LONG_PROMPT, max_tokens=32, temperature=0, stream=True)
+    stream = client.completions.create(model=NAME, prompt=LONG_PROMPT, max_tokens=32, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == complete(client).choices[0].text
 
 
@@ -124,3 +138,25 @@ def test_chat(client: openai.OpenAI) -> None:
 def test_unknown_model_is_an_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-none"):
         client.completions.create(model="gpt-none", prompt="x", max_tokens=1)
+
+
+def test_data_parallel(engines: Engines, tmp_path: Path) -> None:
+    """Two engines behind one server: both are asked, and both answer as stock vLLM does."""
+    model = write_model(Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4), tmp_path)
+    byte_tokenizer().save_pretrained(model)
+    asked = prompts([700, 130], seed=41)
+    generate = {"name": "stock", "kind": "generate", "prompts": asked, "max_tokens": 16}
+    expected = [
+        [f"token_id:{token}" for token in ids[0]] for ids in engines.run(model, {}, [generate]).tokens("stock")[0]
+    ]
+    arguments = ["--data-parallel-size", "2", "--return-tokens-as-token-ids"]
+    with serving(model, {"payload": "float"}, tmp_path / "log.txt", *arguments) as url:
+        for prompt, tokens in [*zip(asked, expected, strict=True)] * 3:
+            answer = client_of(url).completions.create(
+                model=NAME, prompt=prompt, max_tokens=16, temperature=0, logprobs=1, extra_body={"ignore_eos": True}
+            )
+            assert answer.choices[0].logprobs.tokens == tokens
+        with urllib.request.urlopen(url + "/metrics") as response:
+            metrics = response.read().decode()
+    served = re.findall(r'vllm:generation_tokens_total{engine="(\d)",.*} (\d+)', metrics)
+    assert {engine for engine, tokens in served if int(tokens) > 0} == {"0", "1"}
