@@ -21,6 +21,8 @@ logits have a standard deviation of `LOGIT_SPREAD`: a dozen tokens share most of
 from the wrong place shows.
 """
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ from triton_ops.gather import gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, prepare_query
 from triton_ops.schedule import DecodeSchedule
+
+logger = logging.getLogger(__name__)
 
 WINDOW_BLOCK = 16
 LOGIT_SPREAD = 2.0
@@ -94,8 +98,10 @@ def self_test_once(layer: LayerKernels, device: torch.device | str) -> None:
     """`self_test`, unless a layer of the same shape has passed it on this device in this process."""
     key = (str(device), *layer.shape)
     if key not in _passed:
+        begin = time.perf_counter()
         self_test(layer, device)
         _passed.add(key)
+        logger.info("OSCAR self-test passed on %s in %.1f s", device, time.perf_counter() - begin)
 
 
 def self_test(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up self-test in Triton's interpreter: right kernels pass, wrong ones are named."""
 
+import logging
 import re
 
 import pytest
@@ -112,7 +113,9 @@ def test_nan_is_an_error(monkeypatch):
         self_test(layer(), DEVICE, **GRID)
 
 
-def test_layers_of_one_shape_are_tested_once(monkeypatch):
+def test_layers_of_one_shape_are_tested_once(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("oscar_vllm"), "parent", logging.getLogger())
+    caplog.set_level(logging.INFO, logger="oscar_vllm")
     tested = []
     monkeypatch.setattr(module, "self_test", lambda layer, device: tested.append((layer.shape, device)))
     monkeypatch.setattr(module, "_passed", set())
@@ -121,6 +124,10 @@ def test_layers_of_one_shape_are_tested_once(monkeypatch):
     assert len(tested) == 3  # a spectral codec of the same geometry runs the same kernels
     self_test_once(layer(), "cuda:1")
     assert len(tested) == 4
+    assert [r.message.split(" in ")[0] for r in caplog.records[-2:]] == [
+        "OSCAR self-test passed on cuda:0",
+        "OSCAR self-test passed on cuda:1",
+    ]
 
 
 def test_a_failure_is_not_remembered_as_passed(monkeypatch):
