@@ -42,15 +42,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from oscar_vllm.cache_spec import DTYPE, WINDOW_SUFFIX, SinkWindowSpec, history_layout
 from oscar_vllm.errors import OscarUnsupportedError
+from oscar_vllm.prefill import PrefillBuffers, attend_long
 from oscar_vllm.rotation import EngineSettings, engine_settings
 from oscar_vllm.self_test import LayerKernels, self_test_once
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
-from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
-from triton_ops.gather import PADDING_ROWS, GatherPlan, gather, plan_gather
+from triton_ops.gather import GatherPlan, plan_gather
 from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import prepare_query
 from triton_ops.schedule import DecodeSchedule
@@ -460,93 +460,32 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         metadata: OscarMetadata,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """The other requests: FlashAttention over their keys, as far as they are plain or worth writing out.
+        """The other requests, by FlashAttention and `attend_prefill`.
 
         Returns:
             [Hq, T] float32 log-sum-exp.
 
         """
-        options = self.settings.options
         tokens = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
-        start_loc, out = metadata.prefill_query_start_loc, output[tokens]
-        query, key, value = query[tokens], key[tokens], value[tokens]
-        assert start_loc is not None
-        flash_attn_varlen_func, merge_attn_states, version = _flash_attention()
-        flash = functools.partial(
-            flash_attn_varlen_func,
-            q=query,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=start_loc,
-            softmax_scale=self.scale,
-            return_softmax_lse=True,
-            fa_version=version,
-        )
         batch = self._batch(kv_cache, metadata, slice(metadata.num_decodes, metadata.num_reqs))
-        batch |= {"query_start_loc": start_loc, "recent": self.settings.recent}
-        if metadata.gather is not None:
-            buffers = self._prefill_buffers(query, gathered=True)
-            assert buffers.key is not None
-            lse = None
-            for span in metadata.gather.spans:
-                gather(
-                    key=key,
-                    value=value,
-                    **batch,
-                    plan=metadata.gather,
-                    span=span,
-                    key_out=buffers.key,
-                    value_out=buffers.value,
-                )
-                part, part_lse, *_ = flash(
-                    k=buffers.key,
-                    v=buffers.value,
-                    max_seqlen_k=span.max_tokens,
-                    cu_seqlens_k=span.start_loc,
-                    causal=lse is None,  # the first span ends with the step's own tokens
-                    out=out if lse is None else buffers.part,
-                )
-                lse = part_lse if lse is None else _merge_into(merge_attn_states, out, lse, part, part_lse)
-            return lse
-        _, lse, *_ = flash(
-            k=key,
-            v=value,
-            max_seqlen_k=metadata.max_query_len,
-            cu_seqlens_k=start_loc,
-            causal=True,
-            # Of this step's keys, "invariant" reads the recent tokens here; attend_prefill reads the others.
-            window_size=[self.settings.recent - 1, 0] if options.prefill == "invariant" else None,
-            out=out,
-        )
-        if not metadata.prefill_reads_cache:
-            return lse
-        buffers = self._prefill_buffers(query, gathered=False)
-        attend_prefill(
-            query=query,
-            **batch,
+        return attend_long(
+            query[tokens],
+            key[tokens],
+            value[tokens],
+            batch=batch | {"query_start_loc": metadata.prefill_query_start_loc},
+            plan=metadata.gather,
+            reads_cache=metadata.prefill_reads_cache,
+            prefill=self.settings.options.prefill,
             scale=self.scale,
-            num_tokens=query.shape[0],
-            num_requests=metadata.num_reqs - metadata.num_decodes,
-            prefill=options.prefill,
-            out=buffers.part,
-            lse=buffers.part_lse,
-            workspace=buffers.workspace,
+            recent=self.settings.recent,
+            max_query_len=metadata.max_query_len,
+            buffers=self._prefill_buffers(query[tokens], gathered=metadata.gather is not None),
+            out=output[tokens],
         )
-        return _merge_into(merge_attn_states, out, lse, buffers.part, buffers.part_lse)
 
-    def _prefill_buffers(self, query: torch.Tensor, gathered: bool) -> "PrefillBuffers":
-        """Scratch memory of one prefill: query [T, Hq, d] decides its size, the history does not."""
-        shapes = workspace_shapes(num_tokens=query.shape[0], num_query_heads=self.num_heads, head_size=self.head_size)
-        rows = (self.gather_pages * PAGE_TOKENS + PADDING_ROWS, self.num_kv_heads, self.head_size)
-        return PrefillBuffers(
-            part=query.new_empty(query.shape),
-            part_lse=query.new_empty((self.num_heads, query.shape[0]), dtype=torch.float32),
-            workspace=(
-                query.new_empty(shapes[0], dtype=torch.float16),
-                query.new_empty(shapes[1], dtype=torch.float32),
-            ),
-            key=query.new_empty(rows) if gathered else None,
-            value=query.new_empty(rows) if gathered else None,
-        )
+    def _prefill_buffers(self, query: torch.Tensor, gathered: bool) -> PrefillBuffers:
+        pages = self.gather_pages if gathered else 0
+        return PrefillBuffers.allocate(query, num_kv_heads=self.num_kv_heads, gather_pages=pages)
 
     def _attend_reference(
         self,
@@ -571,35 +510,6 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         )
         self._add_sinks(attended, lse)
         output[:tokens] = attended.to(output.dtype)
-
-
-@dataclass(frozen=True)
-class PrefillBuffers:
-    """Partial output and lse, the workspace of `attend_prefill`, and the rows that `gather` writes."""
-
-    part: torch.Tensor
-    part_lse: torch.Tensor
-    workspace: tuple[torch.Tensor, torch.Tensor]
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-
-
-def _merge_into(
-    merge: Any, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> torch.Tensor:
-    """Merge a partial attention into ``out`` [T, Hq, d] in place; returns the new lse [Hq, T]."""
-    merged = torch.empty_like(lse)  # not in place: every thread of a row reads the old one
-    merge(out, part, part_lse, out, lse, merged)
-    return merged
-
-
-@functools.cache
-def _flash_attention() -> tuple[Any, Any, int | None]:
-    """vLLM's FlashAttention for ragged batches, its merge of partial results, and the version for this GPU."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-
-    return flash_attn_varlen_func, merge_attn_states, get_flash_attn_version()
 
 
 @functools.lru_cache(maxsize=8)

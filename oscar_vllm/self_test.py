@@ -7,7 +7,8 @@ compared with the reference on the CPU::
 
     step                  kernels                                   compared with
     two prompts           append, demote                            window blocks bit by bit, pages code by code
-    27 tokens more        append, attend_prefill, gather            `reference.attend`, `reference.dequantize`
+    27 tokens more        append, gather                            `reference.dequantize`
+                          attend_prefill or gather, FlashAttention  `reference.attend`
     1 token more          append, demote, schedule + attend_decode  `reference.attend`
     27 tokens more        append
     1 token or the drafts append, schedule + attend_decode          `reference.attend`
@@ -33,14 +34,14 @@ import torch
 from torch import Tensor
 
 from oscar_vllm.errors import OscarSelfTestError
+from oscar_vllm.prefill import PrefillBuffers, attend_long
 from oscar_vllm.rotation import plain_tensors
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
-from triton_ops.attend_prefill import attend_prefill
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
-from triton_ops.gather import gather, plan_gather
+from triton_ops.gather import GatherPlan, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, prepare_query
 from triton_ops.schedule import DecodeSchedule
@@ -128,9 +129,11 @@ def self_test(
         test.write("the prompts", test.advance([0, 0], test.prompt_lengths))
         step = test.advance(test.prompt_lengths, [CHUNK, CHUNK])
         test.write("a chunk", step)
-        test.prefill(step)
+        test.prefill(step, None)
         if layer.prefill == "exact":
-            test.gather(step)
+            plan = test.plan(step)
+            test.gather(step, plan)
+            test.prefill(step, plan)
         decoder = test.decoder(multiprocessors=multiprocessors, capability=capability)
         step = test.advance(test.seq_lens, [1, 1])
         test.write("a decoded token", step)
@@ -322,47 +325,8 @@ class _SelfTest:
         rules["max_decode_len"] = layer.max_query_len
         return reference.attend(step.query, step.key, step.value, **self.arguments(False, step), **rules)
 
-    def prefill(self, step: _Step) -> None:
-        """`attend_prefill` merged with plain attention over the step's own keys."""
-        layer = self.layer
-        expected, expected_lse = self.expected_attention(step)
-        rounding = self._prefill_noise(step)
-        out = torch.full(step.query.shape, torch.nan, dtype=layer.dtype, device=self.device)
-        with self.kernel("attend_prefill"):
-            out, lse = attend_prefill(
-                query=step.query.to(self.device),
-                **self.arguments(True, step),
-                scale=layer.scale,
-                recent=layer.recent,
-                num_tokens=step.query.shape[0],
-                num_requests=2,
-                prefill=layer.prefill,
-                out=out,
-            )
-            out, lse = out.cpu().float(), lse.cpu().T
-        parts = [(out, lse), self._own_attention(step)]
-        merged, merged_lse = reference.merge(*(torch.stack(part) for part in zip(*parts, strict=True)))
-        # Beside the logits, probabilities and dequantized values are rounded to float16, the partial to the dtype.
-        stored = torch.finfo(layer.dtype).eps * (lse - merged_lse).exp() * self.relative(step, out)
-        error = self.relative(step, merged - expected)
-        self.check("attend_prefill", "an output", error, 2 * rounding + 2.0**-10 + stored)
-        self.check("attend_prefill", "a log-sum-exp", (merged_lse - expected_lse).abs(), rounding + 1e-4)
-
-    def _own_attention(self, step: _Step) -> tuple[Tensor, Tensor]:
-        """Causal softmax over the step's own keys of each request: [T, Hq, d] and [T, Hq]."""
-        outs, lses = [], []
-        groups = self.layer.num_query_heads // self.codec.num_kv_heads
-        for begin, end in pairwise(step.query_start_loc.tolist()):
-            key, value = (x[begin:end].float().repeat_interleave(groups, 1) for x in (step.key, step.value))
-            logits = torch.einsum("nhd,thd->hnt", step.query[begin:end].float(), key) * self.layer.scale
-            logits.masked_fill_(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
-            outs.append(torch.einsum("hnt,thd->nhd", logits.softmax(-1), value))
-            lses.append(logits.logsumexp(-1).T)
-        return torch.cat(outs), torch.cat(lses)
-
-    def gather(self, step: _Step) -> None:
-        """`gather` of all tokens of both sequences, in two spans."""
-        layer, codec, d = self.layer, self.codec, self.codec.head_size
+    def plan(self, step: _Step) -> GatherPlan:
+        """Two spans of the step's sequences."""
         plan = plan_gather(
             query_lens=step.query_start_loc.diff().tolist(),
             max_seq_lens=self.seq_lens,
@@ -370,6 +334,56 @@ class _SelfTest:
             buffer_pages=max(self.seq_lens) // PAGE_TOKENS + 3,
         )
         assert plan is not None
+        return plan
+
+    def prefill(self, step: _Step, plan: GatherPlan | None) -> None:
+        """FlashAttention with `attend_prefill`, or on gathered keys; whatever they do not write is NaN."""
+        layer = self.layer
+        query, key, value = (x.to(self.device) for x in (step.query, step.key, step.value))
+        pages = 0 if plan is None else plan.request.shape[0]
+        buffers = PrefillBuffers.allocate(query, num_kv_heads=self.codec.num_kv_heads, gather_pages=pages)
+        for buffer in (buffers.part, buffers.part_lse, buffers.key, buffers.value):
+            if buffer is not None:
+                buffer.fill_(torch.nan)
+        out = torch.full_like(query, torch.nan)
+        name = "attend_prefill" if plan is None else "gather"
+        with self.kernel(f"{name} with FlashAttention"):
+            lse = attend_long(
+                query,
+                key,
+                value,
+                batch=self.arguments(True, step),
+                plan=plan,
+                reads_cache=True,
+                prefill=layer.prefill,
+                scale=layer.scale,
+                recent=layer.recent,
+                max_query_len=CHUNK,
+                buffers=buffers,
+                out=out,
+            )
+            out, lse = out.cpu().float(), lse.cpu().T
+        expected, expected_lse = self.expected_attention(step)
+        rounding = self._prefill_noise(step) if plan is None else self._gathered_noise(step)
+        # Beside the logits: probabilities, values, partial outputs and the output are rounded to the dtype.
+        allowed = 2 * rounding + 2 * torch.finfo(layer.dtype).eps
+        error = self.relative(step, out - expected)
+        self.check(f"{name} with FlashAttention", "an output", error, allowed)
+        self.check(f"{name} with FlashAttention", "a log-sum-exp", (lse - expected_lse).abs(), rounding + 1e-3)
+
+    def _gathered_noise(self, step: _Step) -> Tensor:
+        """[T, Hq] how far rounding keys to the dtype moves a logit: a random walk, four standard deviations."""
+        noise = []
+        for request, (begin, end) in enumerate(pairwise(step.query_start_loc.tolist())):
+            key = self._rows(step, request, slice(None))[0][0]
+            key = key.repeat_interleave(self.layer.num_query_heads // key.shape[1], 1)
+            query = step.query[begin:end].float() * self.layer.scale
+            noise.append(torch.einsum("thd,nhd->thn", query.square(), key.square()).sqrt().amax(-1))
+        return 4 * torch.finfo(self.layer.dtype).eps / 12**0.5 * torch.cat(noise)
+
+    def gather(self, step: _Step, plan: GatherPlan) -> None:
+        """`gather` of all tokens of both sequences."""
+        layer, codec, d = self.layer, self.codec, self.codec.head_size
         rows = (2, plan.rows, codec.num_kv_heads, d)
         buffer = torch.full(rows, torch.nan, dtype=layer.dtype, device=self.device)
         ends = list(self.seq_lens)

@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from oscar_vllm import backend
+from oscar_vllm import prefill as prefill_module
 from oscar_vllm.backend import OscarImpl, OscarMetadataBuilder
 from oscar_vllm.cache_spec import SinkWindowSpec
 from oscar_vllm.config import OscarConfig
@@ -164,7 +165,7 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks
         impl.window_name: (metadata[impl.window_name], None, windows, step.slot_mapping),
     }
     monkeypatch.setattr(backend, "get_attention_context", contexts.__getitem__)
-    monkeypatch.setattr(backend, "_flash_attention", lambda: (flash, merge_attn_states, 3))
+    monkeypatch.setattr(prefill_module, "flash_attention", lambda: (flash, merge_attn_states, 3))
     impl.do_kv_cache_update(SimpleNamespace(layer_name="layer"), step.key, step.value, cache, step.slot_mapping)
     output = torch.full_like(step.query, torch.nan)
     impl.forward(None, step.query, step.key, step.value, cache, metadata["layer"], output)

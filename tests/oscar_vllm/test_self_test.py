@@ -6,15 +6,24 @@ import re
 
 import pytest
 import torch
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
+from oscar_vllm import prefill
 from oscar_vllm import self_test as module
 from oscar_vllm.errors import OscarSelfTestError
 from oscar_vllm.self_test import LayerKernels, self_test, self_test_once
+from tests.oscar_vllm.test_backend import flash
 from tests.triton_ops.step_cases import INTERPRETED
 from tests.triton_ops.test_attend_decode import make_codec
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 GRID = {"multiprocessors": 4, "capability": (9, 0)} if INTERPRETED else {}
+
+
+@pytest.fixture(autouse=True)
+def flash_attention_on_a_cpu(monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(prefill, "flash_attention", lambda: (flash, merge_attn_states, 3))
 
 
 def layer(kind: str = "page", *, heads: int = 1, groups: int = 2, d: int = 64, queries: int = 1, **options):
@@ -68,6 +77,23 @@ def wrong_scale(original):
     return lambda **arguments: original(**arguments | {"scale": 1.01 * arguments["scale"]})
 
 
+def no_merge(original):
+    """Partial results that are never added."""
+    function, _, version = original()
+    return lambda: (function, lambda *tensors: tensors[5].copy_(tensors[4]), version)
+
+
+def wrong_lse(original):
+    """FlashAttention whose log-sum-exp is wrong where keys are not causal."""
+    function, merge, version = original()
+
+    def attention(causal, **arguments):
+        out, lse, *_ = function(causal=causal, **arguments)
+        return out, lse if causal else lse + 0.3
+
+    return lambda: (attention, merge, version)
+
+
 def crashes(original):
     def kernel(**arguments):
         raise RuntimeError("device kernel image is invalid\nsecond line")
@@ -79,7 +105,9 @@ WRONG = {
     "append-lost": ("append", one_token_lost, "append.*wrong results.*window blocks of the prompts"),
     "demote-swapped": ("demote", swapped, "demote.*wrong results.*key codes of the prompts"),
     "demote-sink": ("demote", no_sink, "demote.*wrong results"),
-    "prefill-window": ("attend_prefill", off_by_one_window, "attend_prefill.*wrong results"),
+    "prefill-window": ("prefill.attend_prefill", off_by_one_window, "attend_prefill with FlashAttention.*wrong"),
+    "prefill-merge": ("prefill.flash_attention", no_merge, "attend_prefill with FlashAttention.*wrong"),
+    "prefill-gathered": ("prefill.flash_attention", wrong_lse, "gather with FlashAttention.*wrong"),
     "gather-sink": ("gather", no_sink, "gather.*wrong results.*a key"),
     "gather-window": ("gather", off_by_one_window, "gather.*wrong results.*a key"),
     "decode-window": ("attend_decode", off_by_one_window, "attend_decode.*wrong results.*an output"),
@@ -91,7 +119,8 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_kernel_is_named(monkeypatch, case):
     name, wrong, message = WRONG[case]
-    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    place, name = (prefill, name.removeprefix("prefill.")) if name.startswith("prefill.") else (module, name)
+    monkeypatch.setattr(place, name, wrong(getattr(place, name)))
     with pytest.raises(OscarSelfTestError) as caught:
         self_test(layer(), DEVICE, **GRID)
     text = str(caught.value)
