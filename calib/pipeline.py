@@ -321,7 +321,13 @@ def _search(
 
 def _candidates(search: QuantizerSearch, recipe: Recipe) -> dict[str, dict[int, LayerChoice]]:
     """Whole models to choose from, one for each alternative of the recipe."""
-    return {f"{each.max_bits} bits, spread {each.spread}": search.choose(each) for each in recipe.alternatives()}
+
+    def name(alternative: Recipe) -> str:
+        if alternative.allocation == "uniform":
+            return "2 bits everywhere"
+        return f"{alternative.max_bits} bits, spread {alternative.spread}"
+
+    return {name(each): search.choose(each) for each in recipe.alternatives()}
 
 
 def _codecs(choices: dict[int, LayerChoice]) -> dict[int, LayerCodec]:
