@@ -81,7 +81,7 @@ def plan_gather(
     """Divide a buffer among a step's requests. Waits for no device.
 
     Args:
-        query_lens: tokens of each request in the step, at least 1.
+        query_lens: tokens of each request in the step.
         max_seq_lens: tokens of each request, this step's included, or a bound: decides the number of spans.
         seq_lens: [R] int32, the same exactly, on the device.
         buffer_pages: room, in pages.
@@ -95,7 +95,7 @@ def plan_gather(
     spare = (buffer_pages - sum(own)) // len(own)
     if spare < 0:
         return None
-    most = [cdiv(n, PAGE_TOKENS) for n in max_seq_lens]
+    most = [max(1, cdiv(n, PAGE_TOKENS)) for n in max_seq_lens]
     room = [min(n + spare, m) for n, m in zip(own, most, strict=True)]
     count = max(cdiv(m, n) for n, m in zip(room, most, strict=True))
     offsets = [0, *accumulate(room)]

@@ -103,7 +103,7 @@ def test_recents_missing_after_a_prefix_hit_come_from_pages(device):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 700)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 700)), min_size=1, max_size=6),
     st.integers(1, 60),
     st.integers(0, 300),
 )
