@@ -24,7 +24,7 @@ from torch import Tensor
 
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
 from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec
-from triton_ops.layout import SUPPORTED_HEAD_SIZES, Zero
+from triton_ops.layout import Zero, page_head_size
 
 CONFIG_FILE = "oscar_config.json"
 TENSOR_FILE = "oscar_rotations.safetensors"
@@ -58,7 +58,7 @@ def model_geometry(config: Any) -> dict[str, Any]:
         config: a transformers configuration; of a multimodal model the text part is taken.
 
     Raises:
-        OscarUnsupportedError: the model has latent attention (MLA) or a head size without a page layout.
+        OscarUnsupportedError: the model has latent attention (MLA) or a head size that fits no page.
 
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -70,10 +70,10 @@ def model_geometry(config: Any) -> dict[str, Any]:
         )
     query_heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    if head_size not in SUPPORTED_HEAD_SIZES:
-        raise OscarUnsupportedError(
-            f"{model_type} has head size {head_size}; INT2 pages exist for {', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
-        )
+    try:
+        page_head_size(head_size)
+    except ValueError as error:
+        raise OscarUnsupportedError(f"{model_type}: {error}; serve it with --kv-cache-dtype auto") from None
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if isinstance(rope.get("full_attention"), Mapping):
         rope = rope["full_attention"]
@@ -100,7 +100,8 @@ class Artifact:
     """One calibrated model.
 
     Attributes:
-        layers: layer index -> codec; layers that keep BF16 are absent.
+        layers: layer index -> codec for padded heads (`triton_ops.layout.page_head_size`); layers that keep BF16 are
+            absent.
         geometry: `model_geometry` of the model it was fitted on.
         model: name or path of that model; revision: its hub revision, None = unknown or local.
         revision: see model.
@@ -155,7 +156,7 @@ class Artifact:
                 "fingerprint": self.fingerprint,
             },
             "segments": {"sink": self.sink, "recent": self.recent},
-            "group": self.geometry["head_size"],
+            "group": page_head_size(self.geometry["head_size"]),
             "method": self.method,
             "layers": {
                 str(index): {
@@ -240,7 +241,10 @@ class Artifact:
         zeros = {codec.zero for codec in self.layers.values()}
         if len(zeros) > 1:
             raise OscarArtifactError(f"all layers must store key zeros alike, found {sorted(zeros)}")
-        expected = (self.geometry["num_key_value_heads"], self.geometry["head_size"])
+        try:
+            expected = (self.geometry["num_key_value_heads"], page_head_size(self.geometry["head_size"]))
+        except ValueError as error:
+            raise OscarArtifactError(f"the artifact's model cannot be served: {error}") from None
         for index, codec in self.layers.items():
             if not 0 <= index < self.geometry["num_hidden_layers"]:
                 raise OscarArtifactError(
@@ -248,8 +252,8 @@ class Artifact:
                 )
             if (codec.num_kv_heads, codec.head_size) != expected:
                 raise OscarArtifactError(
-                    f"layer {index} has {codec.num_kv_heads} KV heads of size {codec.head_size}, the model has "
-                    f"{expected[0]} of size {expected[1]}"
+                    f"layer {index} has {codec.num_kv_heads} KV heads of size {codec.head_size}, the model's pages "
+                    f"have {expected[0]} of size {expected[1]}"
                 )
             _validate_codec(index, codec)
 
@@ -414,13 +418,24 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
 def hadamard_codecs(num_layers: int, num_kv_heads: int, head_size: int, zero: Zero = "page") -> dict[int, LayerCodec]:
     """Codecs that need no data: Hadamard rotations, `gauss` with kappa 1.1 (1.2 for keys about their page's mean).
 
+    Heads that are padded are rotated with their padding, by a Hadamard matrix of the page's head size: every rotated
+    element is a sum over all real ones, so none is padding where a row's deviation is taken.
+
+    Args:
+        num_layers: layers that get one.
+        num_kv_heads: H.
+        head_size: of the model's heads.
+        zero: see `LayerCodec`.
+
     Raises:
-        OscarUnsupportedError: the head size has no page layout.
+        OscarUnsupportedError: the head size fits no page.
 
     """
-    if head_size not in SUPPORTED_HEAD_SIZES:
-        raise OscarUnsupportedError(f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}")
-    rotation = hadamard(head_size).expand(num_kv_heads, head_size, head_size)
+    try:
+        size = page_head_size(head_size)
+    except ValueError as error:
+        raise OscarUnsupportedError(str(error)) from None
+    rotation = hadamard(size).expand(num_kv_heads, size, size)
     codec = rotation_codec(
         rotation,
         rotation,
@@ -459,10 +474,16 @@ def import_rotationzoo(
 
     Raises:
         OscarArtifactError: a file is no RotationZoo file or does not fit the model. Nothing in it is executed.
+        OscarUnsupportedError: the model's heads are padded, which no file provides for.
 
     """
     geometry = model_geometry(config)
     heads, d = geometry["num_key_value_heads"], geometry["head_size"]
+    if page_head_size(d) != d:
+        raise OscarUnsupportedError(
+            f"heads of size {d} are padded to {page_head_size(d)}, and rotations of size {d} would leave the padding "
+            f"among the codes; calibrate instead: {_calibration_command(model)}"
+        )
     key_rotations, value_rotations = (_rotationzoo_layers(path, heads, d) for path in (keys, values))
     if key_rotations.keys() != value_rotations.keys():
         raise OscarArtifactError(

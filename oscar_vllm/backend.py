@@ -9,6 +9,11 @@ In a step, for every layer
                          demote   pages completed by this step -> INT2
     forward              attend   sink + recent from window blocks, the rest from pages, one softmax
 
+Pages exist for heads of 64, 128 and 256 elements. Queries, keys and values of other heads are padded with zeros to the
+next of these where they enter, and outputs are cut where they leave; codecs, caches and kernels know padded heads only.
+Zeros add nothing to a logit, and codes hold rotated elements: none of them is padding where a row's minimum, mean or
+deviation is taken.
+
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
 
 On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
@@ -51,7 +56,7 @@ from triton_ops.attend_decode import DecodeWorkspace, attend_decode
 from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
 from triton_ops.gather import GatherPlan, plan_gather
-from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, PageLayout
+from triton_ops.layout import PAGE_TOKENS, SERVED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import prepare_query
 from triton_ops.schedule import DecodeSchedule
 
@@ -147,7 +152,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
                 max_query_len=threshold if num_prefills else common.max_query_len,
                 num_query_heads=impl.num_heads,
                 num_kv_heads=impl.num_kv_heads,
-                head_size=impl.head_size,
+                head_size=impl.layout.head_size,
             )
             self.schedule.update(
                 grid=grid,
@@ -203,7 +208,7 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(SUPPORTED_HEAD_SIZES)
+        return list(SERVED_HEAD_SIZES)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -285,7 +290,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             and self.settings.options.ops != "reference"
         )
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
-        page = 2 * PAGE_TOKENS * self.num_kv_heads * head_size * vllm_config.model_config.dtype.itemsize
+        page = 2 * PAGE_TOKENS * self.num_kv_heads * self.layout.head_size * vllm_config.model_config.dtype.itemsize
         # A step's own tokens must fit with room to spare, whatever the budget.
         self.gather_pages = max(
             GATHER_BYTES // page, 2 * vllm_config.scheduler_config.max_num_batched_tokens // PAGE_TOKENS
@@ -324,7 +329,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             tensor.copy_(loaded)
         if self.uses_kernels:
             self.workspace = _decode_workspace(
-                self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.head_size
+                self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.layout.head_size
             )
             self._self_test(act_dtype)
 
@@ -360,6 +365,11 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             "sink": self.settings.sink,
         }
 
+    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        """``heads`` [T, heads, d] with zeros up to the pages' head size; itself where that is d."""
+        padding = self.layout.head_size - heads.shape[-1]
+        return torch.nn.functional.pad(heads, (0, padding)) if padding else heads
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -374,6 +384,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if metadata is None or slots is None:
             return
         tokens = metadata.num_actual_tokens
+        key, value = self._padded(key), self._padded(value)
         batch = self._batch(kv_cache, metadata)
         if self.uses_kernels:
             append(key=key, value=value, slot_mapping=slots, windows=windows, num_tokens=tokens)
@@ -402,19 +413,36 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
+        query, key, value = self._padded(query), self._padded(key), self._padded(value)
+        attended = output if output.shape == query.shape else output.new_empty(query.shape)
         if attn_metadata is None:  # memory profiling: hold what a prefill of this many tokens holds
             if self.uses_kernels:
                 self._prefill_buffers(query, gathered=True)
             return output.fill_(0)
-        if not self.uses_kernels:
-            self._attend_reference(query, key, value, kv_cache, attn_metadata, output)
-            return output
-        if attn_metadata.num_decodes:
-            self._decode(query, kv_cache, attn_metadata, output)
-        if attn_metadata.prefill_query_start_loc is not None:
-            lse = self._prefill(query, key, value, kv_cache, attn_metadata, output)
-            self._add_sinks(output[attn_metadata.num_decode_tokens : attn_metadata.num_actual_tokens], lse.T)
+        self._attend(query, key, value, kv_cache, attn_metadata, attended)
+        if attended is not output:
+            tokens = attn_metadata.num_actual_tokens
+            output[:tokens] = attended[:tokens, :, : self.head_size]
         return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """`forward` for heads as large as the pages'."""
+        if not self.uses_kernels:
+            self._attend_reference(query, key, value, kv_cache, metadata, output)
+            return
+        if metadata.num_decodes:
+            self._decode(query, kv_cache, metadata, output)
+        if metadata.prefill_query_start_loc is not None:
+            lse = self._prefill(query, key, value, kv_cache, metadata, output)
+            self._add_sinks(output[metadata.num_decode_tokens : metadata.num_actual_tokens], lse.T)
 
     def _add_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Give every head's learned sink its share of the softmax: output [T, Hq, d] in place, lse [T, Hq]."""

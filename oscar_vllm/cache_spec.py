@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, KVQuantMode, SlidingWindowSpec
 
 from oscar_vllm.config import DTYPE, OscarConfig
-from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, PageLayout
+from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, PageLayout, page_head_size
 
 __all__ = [
     "DTYPE",
@@ -45,25 +45,26 @@ MAX_WINDOW_BLOCK = 16
 
 
 def history_layout(options: OscarConfig, head_size: int, dtype: torch.dtype) -> PageLayout | FloatPageLayout:
-    """The page of one KV head.
+    """The page of one KV head; its ``head_size`` is that of padded heads (`page_head_size`).
 
     Args:
         options: resolved options (``zero`` is set).
-        head_size: d of the layer.
+        head_size: the layer's own.
         dtype: dtype of the model's keys and values; matters for ``payload="float"`` only.
 
     Raises:
-        ValueError: the head size has no INT2 page.
+        ValueError: the head size fits no INT2 page.
 
     """
+    head_size = page_head_size(head_size)
     if options.payload == "float":
         return FloatPageLayout(head_size, get_dtype_size(dtype))
     return PageLayout(head_size, options.zero or "page")
 
 
-def window_block_size(head_size: int, head_size_v: int, dtype: torch.dtype, page_bytes: int) -> int:
+def window_block_size(head_size: int, dtype: torch.dtype, page_bytes: int) -> int:
     """Tokens of a window block: the largest power of two up to 16 whose bytes, per KV head, fit in ``page_bytes``."""
-    token_bytes = (head_size + head_size_v) * get_dtype_size(dtype)
+    token_bytes = 2 * head_size * get_dtype_size(dtype)
     block = MAX_WINDOW_BLOCK
     while block > 1 and block * token_bytes > page_bytes:
         block //= 2
@@ -152,6 +153,7 @@ class WindowCache(AttentionLayerBase):
 
     Attributes:
         layer_name: the layer's name with ``.oscar_window`` appended.
+        head_size: d of the pages, that of padded heads.
         kv_cache: [num_blocks, H, block_size, 2 d] in the model's dtype, keys in [..., :d]. Blocks are padded to the
             bytes of a history page: take strides from the tensor.
 
@@ -163,12 +165,11 @@ class WindowCache(AttentionLayerBase):
         self.attn_backend = parent.attn_backend
         self.num_heads = parent.num_heads
         self.num_kv_heads = parent.num_kv_heads
-        self.head_size = parent.head_size
-        self.head_size_v = parent.head_size_v
         self.is_draft_layer = parent.is_draft_layer
         self.options = options
         self.dtype = dtype
-        self.layout = history_layout(options, self.head_size, dtype)
+        self.layout = history_layout(options, parent.head_size, dtype)
+        self.head_size = self.layout.head_size
         self.kv_cache = torch.tensor([])
 
     @property
@@ -192,13 +193,12 @@ class WindowCache(AttentionLayerBase):
         # EAGLE-like drafters give up the last page of every hit, so its tail lies one page further back.
         drops_page = speculative is not None and speculative.use_eagle()
         return SinkWindowSpec(
-            block_size=window_block_size(self.head_size, self.head_size_v, self.dtype, self.layout.page_bytes),
+            block_size=window_block_size(self.head_size, self.dtype, self.layout.page_bytes),
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            head_size_v=self.head_size_v,
             dtype=torch.uint8,
             kv_quant_mode=KVQuantMode.NONE,
-            state_content_bytes=(self.head_size + self.head_size_v) * get_dtype_size(self.dtype),
+            state_content_bytes=2 * self.head_size * get_dtype_size(self.dtype),
             page_size_padded=shared_page_bytes(vllm_config),
             sink=sink,
             recent=recent,

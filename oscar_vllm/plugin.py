@@ -17,7 +17,7 @@ import torch
 from oscar_vllm import compat
 from oscar_vllm.config import ALIAS, DTYPE, OscarConfig
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
-from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES
+from triton_ops.layout import PAGE_TOKENS, page_head_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,14 +134,10 @@ def validate_vllm_config(vllm_config: "VllmConfig") -> str:
             f"drop --block-size or set it to {PAGE_TOKENS}"
         )
     settings = engine_settings(vllm_config)
-    if settings.options.payload == "int2":
-        head_size = vllm_config.model_config.get_head_size()
-        if head_size not in SUPPORTED_HEAD_SIZES:
-            sizes = ", ".join(map(str, SUPPORTED_HEAD_SIZES))
-            raise OscarUnsupportedError(
-                f"--kv-cache-dtype {DTYPE} has no page layout for head size {head_size} (it has {sizes}); "
-                "use --kv-cache-dtype auto"
-            )
+    try:
+        page_head_size(vllm_config.model_config.get_head_size())
+    except ValueError as error:
+        raise OscarUnsupportedError(f"--kv-cache-dtype {DTYPE}: {error}; {_USE_AUTO}") from None
     _check_gpu(vllm_config, settings.options)
     if settings.artifact is not None:
         settings.artifact.check_model(vllm_config.model_config.hf_config)
@@ -319,7 +315,10 @@ def summary(vllm_config: "VllmConfig", settings: Any) -> str:
     from oscar_vllm.cache_spec import history_layout
 
     model, options = vllm_config.model_config, settings.options
-    layout = history_layout(options, model.get_head_size(), model.dtype)
+    head_size = model.get_head_size()
+    layout = history_layout(options, head_size, model.dtype)
+    padded = "" if layout.head_size == head_size else f", padded to {layout.head_size}"
+    bits = layout.bytes_per_token * 8 / (2 * head_size)  # of the model's own elements
     heads, layers = model.get_total_num_kv_heads(), sum(_quantized_layers(vllm_config))
     if options.payload == "float":
         source = "payload float: nothing is compressed"
@@ -328,8 +327,8 @@ def summary(vllm_config: "VllmConfig", settings: Any) -> str:
     else:
         source = f"artifact {settings.artifact.artifact_id}, fitted on {settings.artifact.model}"
     return (
-        f"OSCAR KV cache: {layout.bits_per_element:.3g} bits per element in pages of {PAGE_TOKENS} tokens, "
+        f"OSCAR KV cache: {bits:.3g} bits per element in pages of {PAGE_TOKENS} tokens, "
         f"{layers * heads * layout.bytes_per_token:,} bytes per token ({layers} layers, {heads} KV heads of size "
-        f"{model.get_head_size()}); the first {options.sink} and last {options.recent} tokens stay "
+        f"{head_size}{padded}); the first {options.sink} and last {options.recent} tokens stay "
         f"{str(model.dtype).removeprefix('torch.')}; prefill {options.prefill}; {source}"
     )

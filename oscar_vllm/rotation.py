@@ -61,7 +61,7 @@ class EngineSettings:
         Args:
             layer: index of the layer in the model.
             num_kv_heads: KV heads on this rank.
-            head_size: d.
+            head_size: of the model's heads. The codec is one for padded heads (`triton_ops.layout.page_head_size`).
             tp_size: tensor-parallel ranks.
             tp_rank: this rank.
 
@@ -79,9 +79,10 @@ class EngineSettings:
                 f"{sorted(self.artifact.layers)}. Calibrate again, or serve this layer unquantized with "
                 f"--kv-cache-dtype-skip-layers {layer}"
             )
-        if codec.head_size != head_size:
+        calibrated = self.artifact.geometry["head_size"]
+        if calibrated != head_size:
             raise OscarArtifactError(
-                f"artifact {self.artifact.artifact_id}, layer {layer}: calibrated for head size {codec.head_size}, "
+                f"artifact {self.artifact.artifact_id}, layer {layer}: calibrated for head size {calibrated}, "
                 f"the model has {head_size}; calibrate this model again"
             )
         with plain_tensors():

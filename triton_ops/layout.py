@@ -43,6 +43,10 @@ PAGE_TOKENS = 128
 """Tokens of a page; also the block size of the history cache, in tokens."""
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
+"""Head sizes that have a page layout."""
+
+SERVED_HEAD_SIZES = range(8, 257, 8)
+"""Head sizes of models: heads without a page of their own size are padded (`page_head_size`)."""
 
 Zero = Literal["page", "token"]
 
@@ -62,6 +66,23 @@ def code_byte(row: int, column: int) -> int:
         + ((row >> 3) & 1) * 4
         + (column & 3)
     )
+
+
+def page_head_size(head_size: int) -> int:
+    """Head size of the page that serves heads of ``head_size`` elements: the smallest that holds them.
+
+    Their queries, keys and values are padded with zeros up to it, and outputs are cut.
+
+    Raises:
+        ValueError: it is larger than every page's or not a multiple of 8.
+
+    """
+    if head_size not in SERVED_HEAD_SIZES:
+        raise ValueError(
+            f"head size {head_size} fits no INT2 page; multiples of {SERVED_HEAD_SIZES.step} up to "
+            f"{SERVED_HEAD_SIZES[-1]} are served"
+        )
+    return next(size for size in SUPPORTED_HEAD_SIZES if size >= head_size)
 
 
 @dataclass(frozen=True)

@@ -185,8 +185,8 @@ def test_nan_weights_are_named(tmp_path):
 
 
 def test_odd_head_sizes_are_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(OscarUnsupportedError, match="llama has head size 80; INT2 pages exist for 64, 128, 256"):
-        calibrate(random_model(head_size=80), tmp_path, **FAST)
+    with pytest.raises(OscarUnsupportedError, match="llama: head size 100 fits no INT2 page; multiples of 8"):
+        calibrate(random_model(head_size=100), tmp_path, **FAST)
 
 
 def test_models_without_full_attention_layers_are_refused(tmp_path):

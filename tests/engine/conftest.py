@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # n-gram drafts
     "TRITON_INTERPRET": "0",  # this process tests kernels in the interpreter; a server does not
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of several tests share the cores; two ranks need no NUMA nodes
 }
@@ -89,6 +90,16 @@ class Engines:
         if key not in self.finished:
             self.finished[key] = self._run(job, env or {}, timeout)
         return self.finished[key]
+
+    def run_each(self, cases: dict[str, tuple[Geometry, dict, list[dict]]], timeout: float = 400) -> dict[str, Run]:
+        """One engine (model, engine arguments, scenarios) after the other in one process, which saves their imports."""
+        names = ("model", "engine", "scenarios")
+        jobs = [
+            {"name": name} | dict(zip(names, (str(self.model(model)), *rest), strict=True))
+            for name, (model, *rest) in cases.items()
+        ]
+        run = self._run({"engines": jobs}, {}, timeout)
+        return {name: Run(run.log, results) for name, results in run.results.items()}
 
     def refusals(self, cases: list[dict], timeout: float = 400) -> dict:
         """What each engine of ``cases`` (name, model, engine) raises at its start; see ``runner.refusal``."""

@@ -6,8 +6,8 @@ engine (a start costs seconds, a scenario on a tiny model little). Each has a ``
 arguments of the function of that kind below. The result holds, per scenario, what the function returned and
 the state of the block pool afterwards.
 
-A job ``{"refusals": [{"name", "model", "engine"}]}`` instead tries to start one engine after the other and tells what
-each raised.
+A job ``{"engines": [{"name", "model", "engine", "scenarios"}]}`` runs one engine after the other in this process, and
+a job ``{"refusals": [{"name", "model", "engine"}]}`` tries to start them and tells what each raised.
 """
 
 import json
@@ -213,11 +213,25 @@ def refusal(model: str, engine: dict) -> dict:
     return {"types": None, "message": "the engine started"}
 
 
+def run_engine(model: str, engine: dict, scenarios: list[dict]) -> dict:
+    """Results by scenario name of one engine, which is gone afterwards."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    runner = Runner(model, engine)
+    try:
+        return {scenario["name"]: runner.run(**scenario) for scenario in scenarios}
+    finally:
+        del runner
+        cleanup_dist_env_and_memory()
+
+
 def main(job_path: str, result_path: str) -> None:
     with open(job_path) as file:
         job = json.load(file)
     if "refusals" in job:
         results = {case["name"]: refusal(case["model"], case["engine"]) for case in job["refusals"]}
+    elif "engines" in job:
+        results = {case.pop("name"): run_engine(**case) for case in job["engines"]}
     else:
         runner = Runner(job["model"], job["engine"])
         results = {scenario["name"]: runner.run(**scenario) for scenario in job["scenarios"]}

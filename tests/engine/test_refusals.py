@@ -105,9 +105,9 @@ UNSUPPORTED_MODELS = {
         | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512, "head_dim": 64},
         "sliding window",
     ),
-    "head-size-80": (
-        DECODER | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 80},
-        "head size 80",
+    "head-size-320": (
+        DECODER | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 320},
+        "head size 320.*multiples of 8 up to 256",
     ),
 }
 

@@ -34,6 +34,7 @@ from oscar_vllm.artifact import (
 )
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
 from triton_ops.codec import Quantizer, allocate_bits, hadamard, rotation_codec, spectral_codec
+from triton_ops.layout import page_head_size
 
 HEADS, D, LAYERS = 2, 64, 3
 SHAPE = {
@@ -373,7 +374,7 @@ def test_impossible_layers_are_refused():
         replace(artifact, layers={}).validate()
     with pytest.raises(OscarArtifactError, match="layer 7 is beyond the model's 3 layers"):
         replace(artifact, layers={7: CODEC}).validate()
-    with pytest.raises(OscarArtifactError, match="layer 0 has 1 KV heads of size 64, the model has 2 of size 64"):
+    with pytest.raises(OscarArtifactError, match="layer 0 has 1 KV heads of size 64, the model's pages have 2 of"):
         replace(artifact, layers={0: CODEC.heads(slice(0, 1))}).validate()
     token = rotation_codec(
         orthogonal(0), orthogonal(1), zero="token",
@@ -440,8 +441,8 @@ def test_spellings_of_the_same_rope_are_equal(rope, same):
 def test_models_without_pages_are_refused():
     with pytest.raises(OscarUnsupportedError, match=r"deepseek_v3 uses latent attention .kv_lora_rank=512."):
         model_geometry(DeepseekV3Config())
-    with pytest.raises(OscarUnsupportedError, match="llama has head size 96; INT2 pages exist for 64, 128, 256"):
-        model_geometry(LlamaConfig(head_dim=96))
+    with pytest.raises(OscarUnsupportedError, match="llama: head size 100 fits no INT2 page; multiples of 8 up to 256"):
+        model_geometry(LlamaConfig(head_dim=100))
 
 
 # ---------------------------------------------------------------------------------------------- other sources
@@ -467,9 +468,46 @@ def test_layers_that_share_a_codec_can_be_saved(tmp_path):
     assert torch.equal(loaded.layers[1].key_encode, artifact.layers[0].key_encode)
 
 
-def test_data_free_codecs_need_a_page_layout():
-    with pytest.raises(OscarUnsupportedError, match="head size 80"):
-        hadamard_codecs(1, 1, 80)
+def test_data_free_codecs_need_a_page():
+    with pytest.raises(OscarUnsupportedError, match="head size 100"):
+        hadamard_codecs(1, 1, 100)
+
+
+@pytest.mark.parametrize("head_size", [32, 80, 96, 112, 192])
+def test_padding_is_no_lane_of_the_codes(head_size):
+    """lmdeploy 4849: padded lanes entered minimum and maximum. Here each rotated element holds every real one."""
+    codec = hadamard_codecs(1, 1, head_size)[0]
+    size = codec.head_size
+    assert size == page_head_size(head_size)
+    rows = torch.randn(1000, head_size, generator=torch.Generator().manual_seed(0))
+    rows = torch.nn.functional.pad(rows / rows.std(0, correction=0), (0, size - head_size))
+    for matrix in (1.2 * codec.key_encode[0], codec.value_rotation[0]):
+        deviation = (rows @ matrix).std(0, correction=0)
+        assert torch.allclose(deviation, torch.tensor((head_size / size) ** 0.5), rtol=0.3), deviation
+
+
+def test_artifacts_of_padded_heads_hold_codecs_of_the_padded_size(tmp_path):
+    config = LlamaConfig(hidden_size=384, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    geometry = model_geometry(config)
+    assert geometry["head_size"] == 96
+    artifact = Artifact(hadamard_codecs(2, 2, 96), geometry, "m")
+    loaded = Artifact.load(artifact.save(tmp_path / "a"))
+    assert loaded.layers[1].head_size == 128
+    loaded.check_model(config)
+    with pytest.raises(OscarArtifactError, match="head_size is 112, fitted on 96"):
+        loaded.check_model(LlamaConfig(**config.to_dict() | {"head_dim": 112}))
+    for size in (64, 256):
+        wrong = Artifact(hadamard_codecs(2, 2, size), geometry, "m")
+        with pytest.raises(OscarArtifactError, match=f"size {size}, the model's pages have 2 of size 128"):
+            wrong.save(tmp_path / "wrong")
+    with pytest.raises(OscarArtifactError, match="the artifact's model cannot be served: head size 100 fits no INT2"):
+        replace(artifact, geometry=geometry | {"head_size": 100}).validate()
+
+
+def test_rotationzoo_files_of_padded_heads_are_refused(tmp_path):
+    write_zoo(tmp_path / "k.pt", 2, 0)
+    with pytest.raises(OscarUnsupportedError, match=r"heads of size 96 are padded to 128.*calibrate instead"):
+        import_rotationzoo(tmp_path / "k.pt", tmp_path / "k.pt", LlamaConfig(head_dim=96), model="m")
 
 
 def write_zoo(path: Path, version: int, seed: int, layers: int = LAYERS) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from oscar_vllm import backend
 from oscar_vllm import prefill as prefill_module
+from oscar_vllm.artifact import hadamard_codecs
 from oscar_vllm.backend import OscarImpl, OscarMetadataBuilder
 from oscar_vllm.cache_spec import SinkWindowSpec
 from oscar_vllm.config import OscarConfig
@@ -22,7 +23,7 @@ from tests.triton_ops.step_cases import make_step
 from tests.triton_ops.test_reference import make_codec
 from triton_ops import reference
 from triton_ops.attend_decode import DecodeWorkspace
-from triton_ops.layout import PAGE_TOKENS
+from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, page_head_size
 
 HEADS, GROUPS, D, SINK, RECENT = 1, 2, 64, 64, 128
 # Two decodes, then chunks: several pages of context, a page that the recent window cuts, and a prompt from its start.
@@ -49,10 +50,11 @@ def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, caus
     return out, lse
 
 
-def make_impl(codec, layout, options) -> OscarImpl:
+def make_impl(codec, layout, options, head_size=D) -> OscarImpl:
     """An implementation as `OscarImpl.__init__` and `attach` leave it on a GPU."""
     impl = object.__new__(OscarImpl)
-    impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = HEADS * GROUPS, HEADS, D, D**-0.5
+    impl.num_heads, impl.num_kv_heads = HEADS * GROUPS, HEADS
+    impl.head_size, impl.scale = head_size, head_size**-0.5
     impl.settings = EngineSettings(options, None)
     impl.layout, impl.codec, impl.uses_kernels = layout, codec.to("cpu"), True
     impl.window_name, impl.sinks = "layer.oscar_window", None
@@ -62,7 +64,7 @@ def make_impl(codec, layout, options) -> OscarImpl:
         max_query_len=1,
         num_query_heads=HEADS * GROUPS,
         num_kv_heads=HEADS,
-        head_size=D,
+        head_size=layout.head_size,
         device="cpu",
         multiprocessors=4,
         capability=(9, 0),
@@ -114,44 +116,74 @@ def make_builder(impl, spec) -> OscarMetadataBuilder:
     return OscarMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("prefill", "gathered", "sinks"),
-    [("exact", True, False), ("exact", True, True), ("exact", False, True), ("invariant", False, False)],
-    ids=["gathered", "gathered with learned sinks", "in place with learned sinks", "invariant"],
-)
-def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks):
-    codec, layout = make_codec(HEADS, D, "page")
-    options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
-    step = make_step(REQUESTS, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
-    generator = torch.Generator().manual_seed(3)
-    for r, length in enumerate(step.seq_lens.tolist()):  # pages of earlier steps
-        count = length // PAGE_TOKENS
-        both = torch.randn(2, count, PAGE_TOKENS, HEADS, D, generator=generator)
-        encoded = reference.encode_pages(
-            *both, torch.arange(count) * PAGE_TOKENS, codec=codec, layout=layout, sink=SINK
-        )
-        step.pages[step.page_table[r, :count].long()] = encoded
-    pages, windows = step.pages.clone(), step.windows.clone()
+def run_step(monkeypatch, impl, step, pages, windows, *, head_size=D) -> tuple[torch.Tensor, dict]:
+    """Write the cache and attend, with vLLM's metadata: output [T, Hq, head_size], and the metadata by layer name.
 
-    impl = make_impl(codec, layout, options)
-    if sinks:  # as heavy as all tokens together
-        impl.sinks = torch.randn(HEADS * GROUPS, generator=generator) + 6
-    spec = SinkWindowSpec(block_size=16, num_kv_heads=HEADS, head_size=D, dtype=torch.uint8, sink=SINK, recent=RECENT)
+    The step's heads are padded; the layer sees their first ``head_size`` elements.
+    """
+    spec = SinkWindowSpec(
+        block_size=16, num_kv_heads=HEADS, head_size=impl.layout.head_size, dtype=torch.uint8, sink=SINK, recent=RECENT
+    )
     common = SimpleNamespace(
         num_actual_tokens=step.query.shape[0],
-        num_reqs=len(REQUESTS),
-        max_query_len=60,
+        num_reqs=step.seq_lens.shape[0],
+        max_query_len=int(step.query_start_loc.diff().max()),
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=step.query_start_loc,
         seq_lens=step.seq_lens,
         seq_lens_cpu_upper_bound=step.seq_lens,
         is_prefilling=None,
     )
-    monkeypatch.setattr(backend, "GATHER_MIN_TOKENS", 1 if gathered or prefill == "invariant" else 10_000)
     metadata = {}
     for name, table, group in (("layer", step.page_table, None), (impl.window_name, step.window_table, spec)):
         common.block_table_tensor = table
         metadata[name] = make_builder(impl, group).build(0, common)
+    cache = pages.view(pages.shape[0], HEADS, PAGE_TOKENS, -1)
+    contexts = {
+        "layer": (metadata["layer"], None, cache, None),
+        impl.window_name: (metadata[impl.window_name], None, windows, step.slot_mapping),
+    }
+    monkeypatch.setattr(backend, "get_attention_context", contexts.__getitem__)
+    query, key, value = (x[..., :head_size].contiguous() for x in (step.query, step.key, step.value))
+    impl.do_kv_cache_update(SimpleNamespace(layer_name="layer"), key, value, cache, step.slot_mapping)
+    output = torch.full_like(query, torch.nan)
+    assert impl.forward(None, query, key, value, cache, metadata["layer"], output) is output
+    return output, metadata
+
+
+@pytest.mark.parametrize(
+    ("prefill", "gathered", "sinks", "head_size"),
+    [
+        ("exact", True, False, D),
+        ("exact", True, True, D),
+        ("exact", False, True, D),
+        ("invariant", False, False, D),
+        ("exact", True, False, 40),
+    ],
+    ids=["gathered", "gathered with learned sinks", "in place with learned sinks", "invariant", "padded heads"],
+)
+def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks, head_size):
+    codec, layout = make_codec(HEADS, D, "page")
+    options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
+    step = make_step(REQUESTS, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
+    generator = torch.Generator().manual_seed(3)
+    padding = torch.arange(D) >= head_size
+    for heads in (step.query, step.key, step.value, *step.windows.split(D, -1)):
+        heads[..., padding] *= 0  # NaN stays NaN
+    for r, length in enumerate(step.seq_lens.tolist()):  # pages of earlier steps
+        count = length // PAGE_TOKENS
+        both = torch.randn(2, count, PAGE_TOKENS, HEADS, D, generator=generator).masked_fill(padding, 0.0)
+        encoded = reference.encode_pages(
+            *both, torch.arange(count) * PAGE_TOKENS, codec=codec, layout=layout, sink=SINK
+        )
+        step.pages[step.page_table[r, :count].long()] = encoded
+
+    impl = make_impl(codec, layout, options, head_size)
+    if sinks:  # as heavy as all tokens together
+        impl.sinks = torch.randn(HEADS * GROUPS, generator=generator) + 6
+    monkeypatch.setattr(backend, "GATHER_MIN_TOKENS", 1 if gathered or prefill == "invariant" else 10_000)
+    monkeypatch.setattr(prefill_module, "flash_attention", lambda: (flash, merge_attn_states, 3))
+    output, metadata = run_step(monkeypatch, impl, step, step.pages.clone(), step.windows.clone(), head_size=head_size)
     assert (metadata["layer"].num_decodes, metadata["layer"].gather is not None) == (2, gathered)
     if gathered:
         assert [span.start_loc.diff().tolist() for span in metadata["layer"].gather.spans] == [
@@ -159,25 +191,48 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks
             [256, 0, 0, 0],
         ]
 
-    cache = pages.view(pages.shape[0], HEADS, PAGE_TOKENS, -1)
-    contexts = {
-        "layer": (metadata["layer"], None, cache, None),
-        impl.window_name: (metadata[impl.window_name], None, windows, step.slot_mapping),
-    }
-    monkeypatch.setattr(backend, "get_attention_context", contexts.__getitem__)
-    monkeypatch.setattr(prefill_module, "flash_attention", lambda: (flash, merge_attn_states, 3))
-    impl.do_kv_cache_update(SimpleNamespace(layer_name="layer"), step.key, step.value, cache, step.slot_mapping)
-    output = torch.full_like(step.query, torch.nan)
-    impl.forward(None, step.query, step.key, step.value, cache, metadata["layer"], output)
-
     batch = {**step.cache(), "codec": codec, "layout": layout, "sink": SINK}
     reference.append(step.key, step.value, slot_mapping=step.slot_mapping, windows=step.windows)
     reference.demote(step.key, step.value, **batch)
     expected, lse = reference.attend(
-        step.query, step.key, step.value, **batch, scale=D**-0.5, recent=RECENT, prefill=prefill
+        step.query, step.key, step.value, **batch, scale=impl.scale, recent=RECENT, prefill=prefill
     )
+    expected = expected[..., :head_size]
     if sinks:  # one more token, whose value is 0
         expected *= (lse - torch.logaddexp(lse, impl.sinks.expand_as(lse))).exp()[..., None]
     error = (output.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     # The output is bfloat16 (the interpreter truncates), and a merge rounds it once more.
     assert float(error.max()) < 2.0**-6, f"worst (row, head) error {float(error.max()):.1e}"
+
+
+@pytest.mark.parametrize("head_size", [48, 64, 80, 96, 112, 192])
+def test_padded_heads_attend_like_plain_ones(monkeypatch, head_size):
+    """Pages of floats: the layer is attention over all tokens with heads of the model's own size."""
+    size = page_head_size(head_size)
+    codec, layout = hadamard_codecs(1, HEADS, head_size)[0], FloatPageLayout(size, 4)
+    rows = []  # keys, values of one request after the other, [tokens, H, size]
+
+    def draw(count: int) -> torch.Tensor:
+        plain = torch.randn(count, HEADS, head_size, generator=torch.Generator().manual_seed(len(rows)))
+        rows.append(torch.nn.functional.pad(plain, (0, size - head_size)))
+        return rows[-1]
+
+    arguments = {"heads": HEADS, "groups": GROUPS, "layout": layout, "sink": SINK, "recent": RECENT}
+    step = make_step(REQUESTS, d=size, dtype=torch.float32, keys=draw, values=draw, **arguments)
+    requests = list(zip(rows[::2], rows[1::2], pairwise(step.query_start_loc.tolist()), strict=True))
+    for table, (key, value, (begin, end)) in zip(step.page_table, requests, strict=True):
+        count = (key.shape[0] - (end - begin)) // PAGE_TOKENS  # pages of earlier steps
+        both = (x[: count * PAGE_TOKENS].view(count, PAGE_TOKENS, HEADS, size) for x in (key, value))
+        step.pages[table[:count].long()] = reference.encode_pages(
+            *both, torch.arange(count) * PAGE_TOKENS, codec=codec, layout=layout, sink=SINK
+        )
+    impl = make_impl(codec, layout, OscarConfig(payload="float", sink=SINK, recent=RECENT).resolved(), head_size)
+    impl.uses_kernels, impl.max_query_len = False, 1
+    output, _ = run_step(monkeypatch, impl, step, step.pages, step.windows, head_size=head_size)
+
+    for key, value, (begin, end) in requests:
+        query, key, value = (x[..., :head_size].transpose(0, 1) for x in (step.query[begin:end], key, value))
+        key, value = (x.repeat_interleave(GROUPS, 0) for x in (key, value))
+        seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+        expected = (query @ key.mT * head_size**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ value
+        torch.testing.assert_close(output[begin:end], expected.transpose(0, 1), rtol=1e-5, atol=1e-5)

@@ -50,7 +50,7 @@ def spec(**changes) -> SinkWindowSpec:
 )
 def test_a_window_block_fits_in_a_page_and_twice_as_many_tokens_do_not(head_size, dtype, block):
     page = PageLayout(head_size).page_bytes
-    assert window_block_size(head_size, head_size, dtype, page) == block
+    assert window_block_size(head_size, dtype, page) == block
     token = 2 * head_size * dtype.itemsize
     assert block * token <= page
     assert block == 16 or 2 * block * token > page
@@ -60,8 +60,20 @@ def test_history_layout_follows_the_options():
     assert history_layout(OscarConfig().resolved(), 128, BF16).page_bytes == 9216
     assert history_layout(OscarConfig(zero="token").resolved(), 64, BF16).page_bytes == 5120
     assert history_layout(OscarConfig(payload="float").resolved(), 128, BF16).page_bytes == 128 * 2 * 128 * 2
-    with pytest.raises(ValueError, match="head size 80"):
-        history_layout(OscarConfig().resolved(), 80, BF16)
+    with pytest.raises(ValueError, match="head size 320"):
+        history_layout(OscarConfig().resolved(), 320, BF16)
+
+
+@pytest.mark.parametrize(("head_size", "page"), [(80, 9216), (96, 9216), (112, 9216), (192, 17664)])
+def test_padded_heads_have_the_page_and_the_window_of_their_padded_size(head_size, page):
+    assert history_layout(OscarConfig().resolved(), head_size, BF16).page_bytes == page
+    config = model(Layer("0", DTYPE, heads=2, head_size=head_size))
+    engine = {"speculative_config": None, "num_speculative_tokens": 0, "num_lookahead_tokens": 0}
+    vars(config).update(engine | {"max_concurrent_batches": 1, "max_in_flight_tokens": 0})
+    made = config.compilation_config.static_forward_context["0.oscar_window"].get_kv_cache_spec(config)
+    padded = 128 if head_size < 128 else 256
+    assert (made.head_size, made.block_size, made.state_content_bytes) == (padded, 16, 2 * padded * 2)
+    assert made.page_size_bytes == 2 * page
 
 
 # ---- the spec in vLLM's planning ------------------------------------------------------------------------------------

@@ -214,12 +214,31 @@ def test_block_sizes_other_than_a_page_are_refused(config, block_size):
     plugin.validate_vllm_config(config)
 
 
-def test_head_sizes_without_a_page_are_refused_unless_nothing_is_packed(config, monkeypatch):
-    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda self: 80)
-    with pytest.raises(OscarUnsupportedError, match=r"no page layout for head size 80 \(it has 64, 128, 256\)"):
+@pytest.mark.parametrize("head_size", [100, 320])
+def test_head_sizes_that_fit_no_page_are_refused(config, monkeypatch, head_size):
+    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda self: head_size)
+    message = f"oscar_int2: head size {head_size} fits no INT2 page; multiples of 8 up to 256 are served; use --kv-ca"
+    with pytest.raises(OscarUnsupportedError, match=message):
         plugin.validate_vllm_config(config)
-    config.additional_config["oscar"] = {"payload": "float"}
-    assert "nothing is compressed" in plugin.validate_vllm_config(config)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "payload", "said"),
+    [
+        # Bits of the model's own elements: 72 bytes per token, head and layer hold 2 * 80, or 2 * 96, of them.
+        (80, "int2", "3.6 bits per element in pages of 128 tokens, 288 bytes per token"),
+        (96, "int2", "3 bits per element in pages of 128 tokens, 288 bytes per token"),
+        (112, "int2", "2.57 bits per element"),
+        (192, "int2", "2.88 bits per element in pages of 128 tokens, 552 bytes per token"),
+        (80, "float", "25.6 bits per element in pages of 128 tokens, 2,048 bytes per token"),
+    ],
+)
+def test_padded_heads_are_announced_with_their_true_size(config, monkeypatch, head_size, payload, said):
+    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda self: head_size)
+    config.additional_config["oscar"]["payload"] = payload
+    line = plugin.validate_vllm_config(config)
+    assert said in line
+    assert f"2 KV heads of size {head_size}, padded to {128 if head_size < 128 else 256})" in line
 
 
 def test_batch_invariant_mode_is_refused_with_our_own_alternative(config, monkeypatch):

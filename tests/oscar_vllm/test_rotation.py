@@ -47,6 +47,16 @@ def test_codec_of_a_rank_is_the_right_part_of_the_artifact():
         settings.codec(1, num_kv_heads=4, head_size=128)
 
 
+def test_padded_heads_get_codecs_of_the_padded_size():
+    options = OscarConfig(rotation="hadamard").resolved()
+    assert EngineSettings(options, None).codec(0, num_kv_heads=2, head_size=80).head_size == 128
+    artifact = Artifact(layers={1: random_spectral(2, 128, 4)}, geometry=GEOMETRY | {"head_size": 80}, model="m")
+    settings = EngineSettings(OscarConfig().resolved(), artifact)
+    assert settings.codec(1, num_kv_heads=2, head_size=80).head_size == 128
+    with pytest.raises(OscarArtifactError, match="layer 1: calibrated for head size 80, the model has 96"):
+        settings.codec(1, num_kv_heads=2, head_size=96)
+
+
 def test_data_free_settings():
     config = SimpleNamespace(
         additional_config={"oscar": {"rotation": "hadamard", "sink": 32}}, model_config=SimpleNamespace(model="m")

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_ops.layout import PAGE_TOKENS, SUPPORTED_HEAD_SIZES, FloatPageLayout, PageLayout, metadata_position
+from triton_ops.layout import (
+    PAGE_TOKENS,
+    SUPPORTED_HEAD_SIZES,
+    FloatPageLayout,
+    PageLayout,
+    metadata_position,
+    page_head_size,
+)
 from triton_ops.reference import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 LAYOUTS = [PageLayout(d, zero) for d in SUPPORTED_HEAD_SIZES for zero in ("page", "token")]
@@ -72,6 +79,20 @@ def test_packing_follows_the_formulas(head_size, data):
 def test_unsupported_head_size_is_named(head_size):
     with pytest.raises(ValueError, match=f"head size {head_size} has no INT2 page layout"):
         PageLayout(head_size, "page")
+
+
+@pytest.mark.parametrize(
+    ("head_size", "size"),
+    [(8, 64), (64, 64), (72, 128), (80, 128), (96, 128), (112, 128), (128, 128), (136, 256), (192, 256), (256, 256)],
+)
+def test_heads_take_the_smallest_page_that_holds_them(head_size, size):
+    assert page_head_size(head_size) == size
+
+
+@pytest.mark.parametrize("head_size", [-8, 0, 4, 100, 264, 512])
+def test_heads_that_fit_no_page_are_named(head_size):
+    with pytest.raises(ValueError, match=f"head size {head_size} fits no INT2 page; multiples of 8 up to 256 are"):
+        page_head_size(head_size)
 
 
 def test_unknown_zero_is_named():
