@@ -9,13 +9,9 @@ instead (`run_variants`).
 """
 
 import argparse
-import concurrent.futures
-import math
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +22,9 @@ from torch import Tensor
 from benchmarks import results
 from triton_ops import reference
 from triton_ops.attend_decode import (
-    AttendOptions,
     DecodeWorkspace,
     MergeOptions,
     attend_decode,
-    attend_options,
     attend_partials,
     merge_options,
     merge_partials,
@@ -38,7 +32,7 @@ from triton_ops.attend_decode import (
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import prepare_query
-from triton_ops.schedule import DecodeGrid, DecodeSchedule, resident_programs
+from triton_ops.schedule import DecodeSchedule
 
 HEAD_SIZE, KV_HEADS, SINK, RECENT, BLOCK = 128, 8, 64, 256, 16
 SHAPES = [(b, n) for b in (1, 8, 32) for n in (4096, 32768, 100352)]
@@ -66,82 +60,17 @@ class Variant:
     Attributes:
         name: for the table.
         pdl: programmatic dependent launch, default: where the GPU can.
-        attend: the attend kernel's options, made from the shipped ones.
-        merge: the merge kernel's.
-        prepare_pairs: ``pairs`` of `prepare_query`.
-        schedule_pairs: ``pairs`` of `DecodeSchedule.update`.
-        row_blocks: programs that share the query rows of one KV head, each of which reads the pages (the L2 cache
-            serves all but the first).
+        merge: the merge kernel's options, made from the shipped ones.
 
     """
 
     name: str = "shipped"
     pdl: bool | None = None
-    attend: Callable[[AttendOptions], AttendOptions] = _same
     merge: Callable[[MergeOptions], MergeOptions] = _same
-    prepare_pairs: bool = False
-    schedule_pairs: bool = False
-    row_blocks: int = 1
 
 
-def _light(multiprocessors: int, rows: int) -> Callable[[MergeOptions], MergeOptions]:
-    """Merge programs of half a multiprocessor each, two per multiprocessor in a wave, for ``rows`` rows in all."""
-
-    def options(shipped: MergeOptions) -> MergeOptions:
-        tile = 1
-        while tile < 16 and KV_HEADS * math.ceil(rows / tile) > 2 * multiprocessors:
-            tile *= 2
-        return replace(shipped, rows=tile, slots=min(shipped.slots, 64 // tile), early=True, registers=128)
-
-    return options
-
-
-def launch_variants(groups: int, multiprocessors: int, requests: int) -> list[Variant]:
-    """Launch choices to compare, the shipped one first."""
-    light = _light(multiprocessors, requests * groups)
-
-    def quads(o: AttendOptions) -> AttendOptions:
-        return replace(o, quads=True)
-
-    def early(o: MergeOptions) -> MergeOptions:
-        return replace(o, early=True)
-
-    def tail(o: MergeOptions) -> MergeOptions:
-        return replace(o, early=True, tail=64 if o.slots == 256 else 0)
-
-    def sequential(registers: int) -> Callable[[AttendOptions], AttendOptions]:
-        return lambda o: replace(o, quads=True, sequential=True, registers=registers)
-
-    if groups == 4:
-        return [
-            Variant(),
-            Variant("no pdl", pdl=False),
-            Variant("quads", attend=quads),
-            Variant("prepare in pairs", prepare_pairs=True),
-            Variant("paired tiles", schedule_pairs=True),
-            Variant("merge early", merge=early),
-            Variant("merge tail", merge=tail),
-            Variant("merge light", merge=light),
-            Variant("all, tail", attend=quads, prepare_pairs=True, schedule_pairs=True, merge=tail),
-            Variant("all, light", attend=quads, prepare_pairs=True, schedule_pairs=True, merge=light),
-        ]
-    if groups == 8:
-        return [
-            Variant(),
-            Variant("sequential 168", attend=sequential(168)),
-            Variant("sequential 128", attend=sequential(128)),
-            Variant("all, light", attend=sequential(128), prepare_pairs=True, schedule_pairs=True, merge=light),
-        ]
-    return [
-        Variant(),
-        Variant("sequential 255", attend=sequential(255)),
-        Variant("sequential 168", attend=sequential(168)),
-        Variant("halves, 168", attend=sequential(168), row_blocks=2),
-        Variant("halves, 128", attend=sequential(128), row_blocks=2),
-        Variant(
-            "all, light", attend=sequential(128), prepare_pairs=True, schedule_pairs=True, merge=light, row_blocks=2
-        ),
-    ]
+VARIANTS = [Variant(), Variant("no pdl", pdl=False)]
+"""Launch choices to compare, the shipped one first."""
 
 
 class Cache:
@@ -221,30 +150,14 @@ class Batch:
 
     def select(self, variant: Variant) -> None:
         """Launch as a variant from now on."""
-        self.variant, workspace, requests = variant, self.workspace, len(self.lengths)
-        self.grid = workspace.grid(num_requests=requests, max_query_len=1, **self.sizes)
-        rows = self.grid.rows // variant.row_blocks
-        shipped = attend_options(rows=rows, head_size=HEAD_SIZE)
-        self.attend_options = variant.attend(shipped)
-        if variant.row_blocks > 1 or self.attend_options.registers != shipped.registers:
-            resident = resident_programs(
-                rows=rows,
-                head_size=HEAD_SIZE,
-                capability=workspace.capability,
-                registers=self.attend_options.registers,
-            )
-            entries = max(workspace.multiprocessors * resident // (KV_HEADS * variant.row_blocks), requests)
-            self.grid = DecodeGrid(requests, rows, variant.row_blocks, entries)
-        needed = (self.grid.entries + requests) * KV_HEADS * self.grid.row_blocks * rows
-        if needed * HEAD_SIZE > workspace.partial.numel():
-            partial, stats = (workspace.partial.new_empty(needed * n) for n in (HEAD_SIZE, 2))
-            self.workspace = replace(workspace, partial=partial, stats=stats)
+        self.variant = variant
+        self.grid = self.workspace.grid(num_requests=len(self.lengths), max_query_len=1, **self.sizes)
         self.merge_options = variant.merge(
             merge_options(
                 grid=self.grid,
                 num_kv_heads=KV_HEADS,
                 head_size=HEAD_SIZE,
-                multiprocessors=workspace.multiprocessors,
+                multiprocessors=self.workspace.multiprocessors,
             )
         )
         self.update()
@@ -258,7 +171,6 @@ class Batch:
             window_block_size=BLOCK,
             sink=SINK,
             recent=RECENT,
-            pairs=self.variant.schedule_pairs,
         )
 
     def prepare(self) -> None:
@@ -271,7 +183,6 @@ class Batch:
             scale=HEAD_SIZE**-0.5,
             prepared=self.workspace.prepared,
             launch_pdl=self.variant.pdl,
-            pairs=self.variant.prepare_pairs,
         )
 
     def _cache(self, index: int) -> dict[str, Any]:
@@ -294,7 +205,6 @@ class Batch:
             schedule=self.schedule,
             workspace=self.workspace,
             launch_pdl=pdl,
-            options=self.attend_options,
         )
 
     def merge(self) -> Any:
@@ -320,7 +230,6 @@ class Batch:
             workspace=self.workspace,
             output=self.output,
             launch_pdl=self.variant.pdl,
-            options=self.attend_options,
             merge=self.merge_options,
         )
 
@@ -493,8 +402,8 @@ def check(cache: Cache, groups: int, variants: list[Variant]) -> None:
         error = probe.error()
         kernel, merge = probe.attend(0), probe.merge()
         print(
-            f"check {variant.name:16s} G{groups:<2d}: error {error:.1e}; attend {kernel.n_regs} registers (limit "
-            f"{probe.attend_options.registers}), {kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
+            f"check {variant.name:16s} G{groups:<2d}: error {error:.1e}; attend {kernel.n_regs} registers, "
+            f"{kernel.n_spills} spilled, {kernel.metadata.shared} B shared; "
             f"merge {merge.n_regs} registers, {merge.n_spills} spilled, {merge.metadata.shared} B shared",
             flush=True,
         )
@@ -585,37 +494,6 @@ def run(device: str = "cuda", flash: bool = True) -> list[dict[str, Any]]:
     return rows
 
 
-def _variants(groups: int, device: str, requests: int = len(CHECK_LENGTHS)) -> list[Variant]:
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return launch_variants(groups, multiprocessors, requests)
-
-
-def _compile(groups: int, index: int, device: str) -> None:
-    """Launch one variant on everything `run_variants` asks of it, so that Triton's cache on disk holds its kernels."""
-    cache = Cache(CHECK_LENGTHS[-1] * 32 // PAGE_TOKENS, 6144, device)
-    probe = Batch(cache, CHECK_LENGTHS, groups, copies=1)
-    probe.select(_variants(groups, device)[index])
-    probe.whole(0)
-    probe.output = probe.output.float()
-    probe.whole(0)
-    for requests, length in VARIANT_SHAPES[groups]:
-        batch = Batch(cache, [min(length, 16384)] * requests, groups, copies=1)
-        batch.select(_variants(groups, device, requests)[index])
-        batch.whole(0)
-        batch.attend(0, pdl=False)
-    torch.cuda.synchronize()
-
-
-def compile_variants(device: str) -> None:
-    """`_compile` every variant, each in a process of its own."""
-    jobs = [(groups, i, device) for groups in VARIANT_SHAPES for i in range(len(_variants(groups, device)))]
-    context = multiprocessing.get_context("spawn")
-    workers = min(len(jobs), os.cpu_count() or 1)
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for future in [pool.submit(_compile, *job) for job in jobs]:
-            future.result()
-
-
 def run_variants(device: str = "cuda") -> list[dict[str, Any]]:
     """Compare launch choices with the shipped one on `VARIANT_SHAPES`; checked first, rows as those of `run`.
 
@@ -626,21 +504,19 @@ def run_variants(device: str = "cuda") -> list[dict[str, Any]]:
         RuntimeError: a variant's result is wrong; nothing is timed.
 
     """
-    compile_variants(device)
     cache = make_cache(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
     for groups in VARIANT_SHAPES:
-        check(cache, groups, _variants(groups, device))
+        check(cache, groups, VARIANTS)
     recorder = Recorder(device)
     for groups, shapes in VARIANT_SHAPES.items():
         for requests, length in shapes:
             batch = Batch(cache, [length] * requests, groups)
-            for variant in _variants(groups, device, requests):
+            for variant in VARIANTS:
                 recorder.record(shape_name(requests, length), batch, groups, variant)
     for name, batch in skewed_batches(cache):
-        for variant in _variants(4, device, 32):
-            if variant.name == "shipped" or variant.name.startswith("all"):
-                recorder.record(name, batch, 4, variant)
+        for variant in VARIANTS:
+            recorder.record(name, batch, 4, variant)
     return recorder.rows
 
 

@@ -45,6 +45,8 @@ from triton_ops.schedule import (
     register_limit,
 )
 
+MERGE_WARPS = 8
+"""Warps of a merge program."""
 _MAX_WEIGHT = 32512.0  # 127 * 256, the largest quantized p * scale
 
 
@@ -93,15 +95,11 @@ def _load_codes(pointer, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_key_codes(pointer, chunk, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """Chunk ``chunk`` of a page's key codes, [ROWS, 32] int8; rows as in `_row_token`."""
-    if QUADS:
-        at = tl.arange(0, ROWS * 32)
-        x = tl.load(pointer + (at // 512 * (128 // ROWS) + chunk) * 512 + at % 512)
-        x = x.reshape([4, ROWS // 64, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([ROWS, 32])
-    else:
-        x = _load_codes(pointer + chunk * ROWS * 32, ROWS)
-    return x
+def _load_quads(pointer, chunk, ROWS: tl.constexpr):
+    """Chunk ``chunk`` of a page's key codes, [ROWS, 32] int8; rows as in `_row_token` with QUADS."""
+    at = tl.arange(0, ROWS * 32)
+    x = tl.load(pointer + (at // 512 * (128 // ROWS) + chunk) * 512 + at % 512)
+    return x.reshape([4, ROWS // 64, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([ROWS, 32])
 
 
 @triton.jit
@@ -154,7 +152,6 @@ def _key_sums(
     HEAD_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    QUADS: tl.constexpr,
     SEQUENTIAL: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
@@ -176,7 +173,10 @@ def _key_sums(
         for chunk in tl.static_range(0 if SEQUENTIAL else 128 // CHUNK):
             x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
             for part in tl.static_range(HEAD_SIZE // 128):
-                codes = _load_key_codes(codes_ptr + part * 4096, chunk, CHUNK, QUADS)
+                if HEAD_SIZE == 128:
+                    codes = _load_quads(codes_ptr, chunk, CHUNK)
+                else:
+                    codes = _load_codes(codes_ptr + part * 4096 + chunk * CHUNK * 32, CHUNK)
                 k0, k1, k2, k3 = _unpack(codes, COMPILED)
                 x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
                 x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
@@ -184,7 +184,7 @@ def _key_sums(
                 x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
             sums = sums + (_join_halves(x, CHUNK, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
         for chunk in tl.static_range(128 // CHUNK if SEQUENTIAL else 0):
-            k0, k1, k2, k3 = _unpack(_load_key_codes(codes_ptr, chunk, CHUNK, QUADS), COMPILED)
+            k0, k1, k2, k3 = _unpack(_load_quads(codes_ptr, chunk, CHUNK), COMPILED)
             x = tl.dot(k0, fragments[0], out_dtype=tl.int32)
             x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
             x = tl.dot(k2, fragments[2], x, out_dtype=tl.int32)
@@ -285,15 +285,19 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     MAX_WEIGHT: tl.constexpr,
-    KEY_CHUNK: tl.constexpr,
-    VALUE_CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW_STAGES: tl.constexpr,
-    QUADS: tl.constexpr,
-    SEQUENTIAL: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Tokens of keys and dimensions of values whose sums are accumulated at a time: more rows or dimensions take fewer,
+    # so that the sums stay in registers.
+    KEY_CHUNK: tl.constexpr = 128 if ROWS == 4 else 64
+    VALUE_CHUNK: tl.constexpr = 32 if ROWS > 4 else 64 if HEAD_SIZE == 64 else 128
+    # Rows of the logits in an order in which a lane holds four consecutive tokens of a column, as the second MMA wants
+    # them: weights go from one MMA to the other as 8-byte words, not bytes.
+    QUADS: tl.constexpr = HEAD_SIZE == 128
+    # One column per query row: the high halves' MMAs, times 256, then the low halves' into the same sums, which take
+    # half the registers.
+    SEQUENTIAL: tl.constexpr = QUADS and ROWS >= 8
     if PDL:
         gdc_launch_dependents()
     entry = entries_ptr + tl.program_id(0) * ENTRY_FIELDS
@@ -312,8 +316,6 @@ def _attend_kernel(
     window_tiles = tl.load(entry + 10)
     first_page = tl.load(entry + 11)
     whole_end = tl.load(entry + 12)
-    unit_tiles = tl.load(entry + 13)
-    window_units = tl.cdiv(window_tiles, unit_tiles)
     if request < 0:
         if PDL:
             gdc_wait()
@@ -323,7 +325,7 @@ def _attend_kernel(
     blocks = tl.num_programs(1)
     out_row = tl.arange(0, ROWS)
 
-    if begin < window_units:
+    if begin < window_tiles:
         COLUMNS: tl.constexpr = 8 if ROWS < 8 else ROWS
         dim = tl.arange(0, HEAD_SIZE)
         column = tl.arange(0, COLUMNS)
@@ -336,7 +338,7 @@ def _attend_kernel(
         m = tl.full([COLUMNS], -1.0e30, tl.float32)
         total = tl.zeros([COLUMNS], tl.float32)
         acc = tl.zeros([HEAD_SIZE, COLUMNS], tl.float32)
-        for i in tl.range(begin * unit_tiles, tl.minimum(end * unit_tiles, window_tiles), num_stages=WINDOW_STAGES):
+        for i in tl.range(begin, tl.minimum(end, window_tiles), num_stages=3):
             tile = tl.where(i < sink_tiles, i, recent_tile + i - sink_tiles) * TILE
             block = tl.load(window_table + tile // BLOCK).to(tl.int64)
             token = tile + tl.arange(0, TILE)
@@ -365,15 +367,15 @@ def _attend_kernel(
         tl.store(stats_ptr + slot * (2 * ROWS) + column, m, mask=column < ROWS)
         tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + column, total, mask=column < ROWS)
 
-    start = tl.maximum(begin - window_units, 0) + first_page
+    start = tl.maximum(begin - window_tiles, 0) + first_page
     if PDL:
-        if end > window_units:
+        if end > window_tiles:
             # While the query is prepared, the first page comes as far as the L2 cache.
             page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
             last: tl.constexpr = KEY_ZERO + (256 if TOKEN_ZERO else 2 * HEAD_SIZE) - 1
             prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
         gdc_wait()
-    if end > window_units:
+    if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
         fragments = ()
         for half in tl.static_range(2 if SEQUENTIAL else 0):
@@ -415,13 +417,10 @@ def _attend_kernel(
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
-        for i in tl.range(start, end - window_units + first_page, num_stages=STAGES):
+        for i in tl.range(start, end - window_tiles + first_page, num_stages=3):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
             meta = metadata_ptr + page // 2
-            s = _key_sums(
-                codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, QUADS, SEQUENTIAL,
-                COMPILED,
-            )  # fmt: skip
+            s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, SEQUENTIAL, COMPILED)
             key_scale = _load_metadata(meta + KEY_SCALE // 2, QUADS)
             if TOKEN_ZERO:
                 key_zero = _load_metadata(meta + KEY_ZERO // 2, QUADS)
@@ -572,10 +571,10 @@ def _merge_kernel(
     REQUEST_FIELDS: tl.constexpr,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
+    TAIL: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    EARLY: tl.constexpr,
-    TAIL: tl.constexpr,
+    COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Everything the attend kernel does not write is on its way before the wait: no load below depends on another but
@@ -600,7 +599,7 @@ def _merge_kernel(
     rotation = tl.load(rotation_ptr + (head * HEAD_SIZE + column[:, None]) * HEAD_SIZE + dim[None, :])
     high = rotation.to(tl.float16)
     low = (rotation - high.to(tl.float32)).to(tl.float16)
-    if EARLY:
+    if COMPILED and HEAD_SIZE == 128:
         high, low = _pin(high), _pin(low)
     if PDL:
         gdc_wait()
@@ -672,73 +671,35 @@ def _merge_kernel(
 
 
 @dataclass(frozen=True)
-class AttendOptions:
-    """Launch choices of the attend kernel.
-
-    Attributes:
-        key_chunk: tokens whose key sums are accumulated at a time, 64 or 128.
-        value_chunk: dimensions whose value sums are accumulated at a time, at most the head size.
-        stages: software pipeline depth of the page loop (3: the next page is in flight).
-        window_stages: the same for the window loop.
-        registers: register limit per thread; None lets the compiler choose.
-        quads: rows of the logits in an order in which a lane holds four consecutive tokens of a column, as the second
-            MMA wants them: weights go from one MMA to the other as 8-byte words, not bytes. Head sizes 128 and 256.
-        sequential: one column per query row: the high halves' MMAs, times 256, then the low halves' into the same
-            sums, which take half the registers. From 8 rows on, head size 128.
-
-    """
-
-    key_chunk: int
-    value_chunk: int
-    stages: int
-    window_stages: int
-    registers: int | None
-    quads: bool = False
-    sequential: bool = False
-
-
-def attend_options(*, rows: int, head_size: int) -> AttendOptions:
-    """The shipped choice: more rows or dimensions take smaller chunks, so that the sums stay in registers."""
-    return AttendOptions(
-        key_chunk=128 if rows == 4 else 64,
-        value_chunk=min(head_size, 128 if rows == 4 else 32),
-        stages=3,
-        window_stages=3,
-        registers=register_limit(rows, head_size),
-    )
-
-
-@dataclass(frozen=True)
 class MergeOptions:
     """Launch choices of the merge kernel.
 
     Attributes:
         rows: query rows of a program, 1..16.
         slots: partials of each row a program reads at a time.
-        columns: output dimensions of a program, the head size or a part of it.
-        warps: warps of a program.
-        early: split the un-rotation matrix into float16 pairs before the attend kernel has ended.
         tail: partials of each row read at a time where at most that many are left, or 0.
-        registers: register limit per thread; with 128 a program of 8 warps takes half a multiprocessor, so that it can
-            start and read the matrix while the attend kernel's last programs run.
 
     """
 
     rows: int
     slots: int
-    columns: int
-    warps: int
-    early: bool = False
-    tail: int = 0
-    registers: int | None = None
+    tail: int
+
+
+def merge_columns(head_size: int) -> int:
+    """Output dimensions of a merge program: as much of the un-rotation matrix as 64 KiB hold.
+
+    Small batches gain nothing from more programs with half the columns each: measured on an H200, 1 x 32k tokens,
+    7.7 us against 10.9.
+    """
+    return min(head_size, 16384 // head_size)
 
 
 def merge_options(*, grid: DecodeGrid, num_kv_heads: int, head_size: int, multiprocessors: int) -> MergeOptions:
     """One wave of programs, each with as many loads in flight as its registers hold.
 
-    The un-rotation matrix (64 KiB of it at most) is read once per program, so a program takes as few rows as still
-    make one wave, and all partials of its rows at a time where an even share of the splits allows. Small batches gain
-    nothing from more programs with half the columns each: measured on an H200, 1 x 32k tokens, 7.7 us against 10.9.
+    The un-rotation matrix is read once per program, so a program takes as few rows as still make one wave, and all
+    partials of its rows at a time where an even share of the splits allows.
 
     Args:
         grid: from `triton_ops.schedule.decode_grid`.
@@ -747,16 +708,16 @@ def merge_options(*, grid: DecodeGrid, num_kv_heads: int, head_size: int, multip
         multiprocessors: multiprocessors of the GPU.
 
     """
-    columns = min(head_size, 16384 // head_size)
     rows = grid.requests * grid.row_blocks * grid.rows
-    programs = num_kv_heads * (head_size // columns)
+    programs = num_kv_heads * (head_size // merge_columns(head_size))
     tile = 1
     while tile < 16 and programs * -(-rows // tile) > multiprocessors:
         tile *= 2
     partials = -(-grid.entries // grid.requests) + 1  # one split may write two
     held = 16384 if head_size == 256 else 32768
     slots = max(1, min(held // (head_size * tile), triton.next_power_of_2(partials)))
-    return MergeOptions(tile, slots, columns, warps=8)
+    # The grid allows for many partials, a short request has few.
+    return MergeOptions(tile, slots, tail=64 if head_size == 128 and slots == 256 else 0)
 
 
 @dataclass(frozen=True)
@@ -863,7 +824,6 @@ def attend_partials(
     schedule: DecodeSchedule,
     workspace: DecodeWorkspace,
     launch_pdl: bool | None = None,
-    options: AttendOptions | None = None,
 ) -> Any:
     """First launch of `attend_decode`: fill ``workspace.partial``. Returns Triton's compiled kernel."""
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
@@ -884,10 +844,6 @@ def attend_partials(
         raise ValueError(
             f"the workspace holds {workspace.partial.numel() // d} partial rows, this step needs {partials}"
         )
-    if options is None:
-        options = attend_options(rows=grid.rows, head_size=d)
-    if (options.quads and d == 64) or (options.sequential and (d != 128 or grid.rows < 8)):
-        raise ValueError(f"{options} is not for {grid.rows} rows and head size {d}")
     prepared = workspace.prepared
     launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
     launch = {"launch_pdl": True} if launch_pdl else {}
@@ -932,16 +888,10 @@ def attend_partials(
         BLOCK=windows.shape[2],
         ENTRY_FIELDS=ENTRY_FIELDS,
         MAX_WEIGHT=_MAX_WEIGHT,
-        KEY_CHUNK=options.key_chunk,
-        VALUE_CHUNK=options.value_chunk,
-        STAGES=options.stages,
-        WINDOW_STAGES=options.window_stages,
-        QUADS=options.quads,
-        SEQUENTIAL=options.sequential,
         COMPILED=not triton.knobs.runtime.interpret,
         PDL=launch_pdl,
         num_warps=1,
-        maxnreg=options.registers,
+        maxnreg=register_limit(grid.rows, d),
         **launch,
     )
 
@@ -962,10 +912,11 @@ def merge_partials(
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
     if options is None:
         options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors)
+    columns = merge_columns(d)
     launch_pdl = supports_pdl(output.device) if launch_pdl is None else launch_pdl
     tiles = triton.cdiv(grid.requests * grid.row_blocks * grid.rows, options.rows)
     launch = {"launch_pdl": True} if launch_pdl else {}
-    return _merge_kernel[(heads, tiles, d // options.columns)](
+    return _merge_kernel[(heads, tiles, d // columns)](
         workspace.partial,
         workspace.stats,
         schedule.requests,
@@ -987,13 +938,12 @@ def merge_partials(
         REQUEST_FIELDS=REQUEST_FIELDS,
         M=options.rows,
         SLOTS=options.slots,
-        COLUMNS=options.columns,
-        HAS_LSE=lse is not None,
-        EARLY=options.early and not triton.knobs.runtime.interpret,
         TAIL=options.tail,
+        COLUMNS=columns,
+        HAS_LSE=lse is not None,
+        COMPILED=not triton.knobs.runtime.interpret,
         PDL=launch_pdl,
-        num_warps=options.warps,
-        maxnreg=options.registers,
+        num_warps=MERGE_WARPS,
         **launch,
     )
 
@@ -1017,7 +967,6 @@ def attend_decode(
     output: Tensor,
     lse: Tensor | None = None,
     launch_pdl: bool | None = None,
-    options: AttendOptions | None = None,
     merge: MergeOptions | None = None,
 ) -> None:
     """Causal attention of short queries over sink, history and recent; after `append`, `demote` and `prepare_query`.
@@ -1043,7 +992,6 @@ def attend_decode(
         lse: [H * G, T] float32, written: natural log of the sum of exponentials.
         launch_pdl: start each launch before the preceding kernel has ended; default: where the GPU can. The kernel
             before must then be `prepare_query` with the same choice (prepare.py says why that is safe).
-        options: launch choices of the attend kernel, default `attend_options`.
         merge: launch choices of the merge kernel, default `merge_options`.
 
     Raises:
@@ -1066,7 +1014,6 @@ def attend_decode(
         schedule=schedule,
         workspace=workspace,
         launch_pdl=launch_pdl,
-        options=options,
     )
     merge_partials(
         codec=codec,

@@ -94,12 +94,6 @@ def prefetch(address):
     )
 
 
-@triton.jit
-def _power_below(x):
-    """Largest power of two that is at most x; x >= 0 is taken as 1e-20 at least."""
-    return (tl.maximum(x, 1.0e-20).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests"])
 def _prepare_kernel(
     query_ptr,
@@ -124,7 +118,6 @@ def _prepare_kernel(
     MAX_INTEGER: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -140,30 +133,17 @@ def _prepare_kernel(
     slot = tl.arange(0, HEAD_SIZE)
     k = tl.arange(0, STEP)
     matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
-    if PAIRS:
-        # A constant: it is here, as pairs of float16 (22 bits), before the query is. Powers of two make the largest
-        # element of matrix and query fill float16.
-        values = tl.load(matrix)
-        matrix_unit = _power_below(tl.max(tl.max(tl.abs(values), 1), 0)) * 0.0009765625
-        values = values / matrix_unit
-        matrix_high = values.to(tl.float16)
-        matrix_low = (values - matrix_high.to(tl.float32)).to(tl.float16)
-    elif PDL:
+    if PDL:
         # The matrix comes as far as the L2 cache meanwhile.
         line = tl.arange(0, HEAD_SIZE * HEAD_SIZE // 32) * 32
         prefetch((key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + line).to(tl.int64))
-    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     valid = row < queries * GROUP
     source = query_ptr + (first + row // GROUP).to(tl.int64) * query_stride_token
     source += (head * GROUP + row % GROUP) * query_stride_head
     q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-    power = _power_below(tl.max(tl.abs(q), 1)) * 0.0009765625
-    plain = (q / power[:, None]).to(tl.float16)
-    if PAIRS:
-        weights = tl.dot(plain, matrix_high, tl.dot(plain, matrix_low)) * (power * matrix_unit)[:, None]
-    elif STEP == HEAD_SIZE:
+    if STEP == HEAD_SIZE:
         weights = tl.dot(q, tl.load(matrix), input_precision="tf32x3")
     else:
         weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
@@ -193,9 +173,11 @@ def _prepare_kernel(
         mean = tl.load(key_mean_ptr + head * HEAD_SIZE + slot)
         tl.store(factors + ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
     else:
+        largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
         tl.store(factors + ROWS, power * scale_log2, mask=exists)
         at = target[:, None] * (ROWS * HEAD_SIZE) + (m % ROWS)[:, None] * HEAD_SIZE + slot[None, :]
-        tl.store(plain_ptr + at, plain, mask=stored)
+        tl.store(plain_ptr + at, (q / power[:, None]).to(tl.float16), mask=stored)
 
 
 def prepare_query(
@@ -208,7 +190,6 @@ def prepare_query(
     scale: float,
     prepared: PreparedQuery,
     launch_pdl: bool | None = None,
-    pairs: bool = False,
 ) -> None:
     """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
 
@@ -221,8 +202,6 @@ def prepare_query(
         scale: softmax scale.
         prepared: allocated for at least this grid.
         launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
-        pairs: multiply with the matrix as pairs of float16, made before the preceding kernel has ended, instead of
-            three TF32 products. Head sizes 64 and 128; at 256 it does not fit and makes no difference.
 
     Raises:
         ValueError: the query's shape does not fit the codec, or ``prepared`` is too small.
@@ -267,7 +246,6 @@ def prepare_query(
         MAX_INTEGER=MAX_INTEGER,
         PROGRAM_ROWS=PROGRAM_ROWS,
         STEP=matrix_step(d),
-        PAIRS=pairs and matrix_step(d) == d,
         PDL=launch_pdl,
         num_warps=WARPS,
         **options,

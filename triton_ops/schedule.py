@@ -33,13 +33,11 @@ MAX_QUERY_LEN = 16
 ENTRY_FIELDS = 16
 """int32 fields of a schedule entry, one entry per split: request (-1 = unused), first query token, query tokens,
 position of the first query token, first unit, end unit, window slot, history slot, sink tiles, first recent tile,
-window tiles, first history page, end of the pages that every query of the request reads whole, window tiles of a
-unit; two unused."""
+window tiles, first history page, end of the pages that every query of the request reads whole; three unused."""
 REQUEST_FIELDS = 4
 """int32 fields of a request: first partial, window partials, partials in all; one unused."""
 
 _ENTRIES_PER_PROGRAM = 32
-_MAX_PAIRED_UNIT = 4  # units per split up to which two window tiles may be one unit
 
 # Registers a thread of the attend kernel may use, by (query rows of a program, head size): attend_decode compiles with
 # these limits, where next to nothing spills (tests/triton_ops/test_compile_decode.py).
@@ -74,16 +72,15 @@ def shared_bytes(*, rows: int, head_size: int) -> int:
     return 64 * head_size + (2 * head_size + 256) * rows + 1284 + 1024
 
 
-def resident_programs(*, rows: int, head_size: int, capability: tuple[int, int], registers: int | None = None) -> int:
+def resident_programs(*, rows: int, head_size: int, capability: tuple[int, int]) -> int:
     """One-warp programs of the attend kernel that fit one multiprocessor at a time.
 
     Registers are handed out per scheduler: four of them, 16 Ki registers each. Unknown capabilities take the values of
-    the closest older one. ``registers`` per thread, default `register_limit`.
+    the closest older one.
     """
-    registers = register_limit(rows, head_size) if registers is None else registers
     known = max((c for c in _MULTIPROCESSOR if c <= capability), default=(8, 0))
     blocks, shared_kib = _MULTIPROCESSOR[known]
-    by_registers = 4 * (16384 // (32 * registers))
+    by_registers = 4 * (16384 // (32 * register_limit(rows, head_size)))
     by_shared = shared_kib * 1024 // shared_bytes(rows=rows, head_size=head_size)
     return min(blocks, by_registers, by_shared)
 
@@ -239,8 +236,6 @@ def _schedule_kernel(
     ENTRIES: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     REQUEST_FIELDS: tl.constexpr,
-    MAX_PAIRED_UNIT: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     request = tl.arange(0, REQUESTS)
     active = request < num_requests
@@ -248,25 +243,14 @@ def _schedule_kernel(
         request, active, query_start_ptr, seq_lens_ptr, window_table_ptr, window_table_stride, sink, recent,
         TILE, PAGE, BLOCK, SPAN,
     )  # fmt: skip
-    unit_tiles = 1
     units = window_tiles + pages
     unit = _units_per_split(units, num_entries, num_requests)
-    if PAIRS:
-        # Where a split is a few units, its time is instructions, and two window tiles take those of a page.
-        paired = tl.cdiv(window_tiles, 2) + pages
-        paired_unit = _units_per_split(paired, num_entries, num_requests)
-        if (unit <= MAX_PAIRED_UNIT) & (paired_unit < unit):
-            unit_tiles = 2
-            units = paired
-            unit = paired_unit
-
     splits = tl.cdiv(units, unit)
     split_end = tl.cumsum(splits, 0)
     if tl.program_id(0) == 0:
-        window_units = tl.cdiv(window_tiles, unit_tiles)
-        window_splits = tl.cdiv(window_units * splits, tl.maximum(units, 1))
+        window_splits = tl.cdiv(window_tiles * splits, tl.maximum(units, 1))
         window_splits = tl.where(splits > 0, window_splits, 0)
-        mixed = window_splits * units // tl.maximum(splits, 1) > window_units
+        mixed = window_splits * units // tl.maximum(splits, 1) > window_tiles
         record = requests_ptr + request * REQUEST_FIELDS
         tl.store(record, split_end - splits + request, mask=active)
         tl.store(record + 1, window_splits, mask=active)
@@ -281,12 +265,11 @@ def _schedule_kernel(
         owner, used, query_start_ptr, seq_lens_ptr, window_table_ptr, window_table_stride, sink, recent,
         TILE, PAGE, BLOCK, SPAN,
     )  # fmt: skip
-    window_units = tl.cdiv(window_tiles, unit_tiles)
-    units = window_units + pages
+    units = window_tiles + pages
     splits = tl.maximum(tl.cdiv(units, unit), 1)
     split = entry - start
-    window_splits = tl.cdiv(window_units * splits, tl.maximum(units, 1))
-    mixed = window_splits * units // splits > window_units
+    window_splits = tl.cdiv(window_tiles * splits, tl.maximum(units, 1))
+    mixed = window_splits * units // splits > window_tiles
     slot = start + owner + split
     record = entries_ptr + entry * ENTRY_FIELDS
     stored = entry < num_entries
@@ -303,7 +286,6 @@ def _schedule_kernel(
     tl.store(record + 10, window_tiles, mask=stored)
     tl.store(record + 11, page, mask=stored)
     tl.store(record + 12, whole_end, mask=stored)
-    tl.store(record + 13, tl.where(used, unit_tiles, 1), mask=stored)
 
 
 @dataclass
@@ -342,7 +324,6 @@ class DecodeSchedule:
         window_block_size: int,
         sink: int,
         recent: int,
-        pairs: bool = False,
     ) -> None:
         """Compute the schedule of a step: one launch, no synchronisation.
 
@@ -354,7 +335,6 @@ class DecodeSchedule:
             window_block_size: a multiple of 16.
             sink: sink tokens, a multiple of 16, at most 128.
             recent: recent tokens, a multiple of 16, at least 128.
-            pairs: let a unit be two window tiles where that makes short splits shorter.
 
         Raises:
             ValueError: more requests or splits than were allocated, or sizes outside the ranges above.
@@ -392,7 +372,5 @@ class DecodeSchedule:
             ENTRIES=_ENTRIES_PER_PROGRAM,
             ENTRY_FIELDS=ENTRY_FIELDS,
             REQUEST_FIELDS=REQUEST_FIELDS,
-            MAX_PAIRED_UNIT=_MAX_PAIRED_UNIT,
-            PAIRS=pairs,
             num_warps=4 if requests <= 64 else 8,
         )

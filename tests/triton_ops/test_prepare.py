@@ -15,7 +15,7 @@ from triton_ops.schedule import decode_grid
 SCALE_LOG2 = 0.25 * math.log2(math.e)
 
 
-def prepare(query, codec, counts, device, strided, pairs=False):
+def prepare(query, codec, counts, device, strided):
     """The workspace on the CPU, and the grid."""
     tokens, query_heads, d = query.shape
     requests = len(counts)
@@ -47,7 +47,6 @@ def prepare(query, codec, counts, device, strided, pairs=False):
         seq_lens=torch.tensor([500 if count else 0 for count in counts]).int().to(device),
         scale=0.25,
         prepared=prepared,
-        pairs=pairs,
     )
     shape = (requests, grid.row_blocks, codec.num_kv_heads)
     halves = prepared.fragments.cpu().view(*shape, d // 32, grid.rows, 2, 4, 2, 4).int()  # plane, row, half, a, b, i
@@ -73,8 +72,7 @@ def prepare(query, codec, counts, device, strided, pairs=False):
         ([1, 1], 8, 256, "spectral"),
     ],
 )
-@pytest.mark.parametrize("pairs", [False, True], ids=["tf32", "pairs"])
-def test_decoded_weights(device, counts, groups, d, kind, dtype, pairs):
+def test_decoded_weights(device, counts, groups, d, kind, dtype):
     heads = 2
     if kind == "token":
         gauss = Quantizer("gauss", 1.1)
@@ -90,7 +88,7 @@ def test_decoded_weights(device, counts, groups, d, kind, dtype, pairs):
         codec = random_spectral(heads, d, 4)
     generator = torch.Generator().manual_seed(4)
     query = (torch.randn(sum(counts), heads * groups, d, generator=generator) * 3).to(dtype)
-    grid, integers, sums, factors, plain = prepare(query, codec, counts, device, strided=True, pairs=pairs)
+    grid, integers, sums, factors, plain = prepare(query, codec, counts, device, strided=True)
 
     weight = torch.where(torch.arange(d) // 32 % 2 == 1, 4, 1)
     assert not factors.isnan().any()

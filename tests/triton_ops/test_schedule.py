@@ -22,7 +22,7 @@ from triton_ops.schedule import (
 H200 = {"multiprocessors": 132, "capability": (9, 0)}
 
 
-def schedule_of(requests, entries, *, sink=64, recent=256, null=None, device="cpu", pairs=False):
+def schedule_of(requests, entries, *, sink=64, recent=256, null=None, device="cpu"):
     """Entries and request records for ``requests[r] = (tokens before, tokens of the step)``."""
     lengths = torch.tensor([before + new for before, new in requests])
     table = torch.ones(len(requests), int(lengths.max()) // 16 + 1, dtype=torch.int32)
@@ -39,7 +39,6 @@ def schedule_of(requests, entries, *, sink=64, recent=256, null=None, device="cp
         window_block_size=16,
         sink=sink,
         recent=recent,
-        pairs=pairs,
     )
     return schedule.entries[:entries].cpu().tolist(), schedule.requests.cpu().tolist()
 
@@ -57,9 +56,9 @@ def needed_tokens(before, new, sink, recent, null_blocks):
     return windows, pages
 
 
-def check(requests, entries, *, sink=64, recent=256, null=(), pairs=False):
+def check(requests, entries, *, sink=64, recent=256, null=()):
     """Coverage, order of the partials and balance; returns units per used entry."""
-    records, per_request = schedule_of(requests, entries, sink=sink, recent=recent, null=null, pairs=pairs)
+    records, per_request = schedule_of(requests, entries, sink=sink, recent=recent, null=null)
     used = [record for record in records if record[0] >= 0]
     slots, sizes = set(), []
     for r, (before, new) in enumerate(requests):
@@ -71,21 +70,18 @@ def check(requests, entries, *, sink=64, recent=256, null=(), pairs=False):
         position, tiles, pages, window_slots, history_slots = 0, set(), set(), [], []
         for record in mine:
             _, token, queries, q0, begin, end, window_slot, history_slot = record[:8]
-            sink_tiles, recent_tile, window_tiles, first_page, whole_end, unit_tiles = record[8:14]
-            assert unit_tiles == used[0][13] in ((1, 2) if pairs else (1,))
-            window_units = math.ceil(window_tiles / unit_tiles)
+            sink_tiles, recent_tile, window_tiles, first_page, whole_end = record[8:13]
             assert (token, queries, q0) == (first, new, step)
             assert begin == position < end
             position = end
             sizes.append(end - begin)
             tiles |= {
-                i if i < sink_tiles else recent_tile + i - sink_tiles
-                for i in range(begin * unit_tiles, min(end * unit_tiles, window_tiles))
+                i if i < sink_tiles else recent_tile + i - sink_tiles for i in range(begin, min(end, window_tiles))
             }
-            pages |= {i - window_units + first_page for i in range(max(begin, window_units), end)}
-            if begin < window_units:
+            pages |= {i - window_tiles + first_page for i in range(max(begin, window_tiles), end)}
+            if begin < window_tiles:
                 window_slots.append(window_slot)
-            if end > window_units:
+            if end > window_tiles:
                 history_slots.append(history_slot)
         base, windows, total, _ = per_request[r]
         assert [*window_slots, *history_slots] == list(range(base, base + total))
@@ -117,19 +113,9 @@ REQUEST = st.tuples(st.integers(0, 1500), st.integers(0, 4)).filter(lambda r: su
     spare=st.integers(0, 40),
     sink=st.sampled_from([0, 16, 64, 128]),
     recent=st.sampled_from([128, 256, 400]),
-    pairs=st.booleans(),
 )
-def test_every_unit_is_read_once(requests, spare, sink, recent, pairs):
-    check(requests, len(requests) + spare, sink=sink, recent=recent, pairs=pairs)
-
-
-def test_two_window_tiles_are_a_unit_where_splits_are_short():
-    """20 window tiles and 34 pages over 44 programs: one unit each instead of two."""
-    assert max(check([(4607, 1)], 44)) == 2
-    assert max(check([(4607, 1)], 44, pairs=True)) == 1
-    # Long splits are balanced by bytes: a tile of 8 KiB against a page of 9.
-    records, _ = schedule_of([(4607, 1)], 7, pairs=True)
-    assert {record[13] for record in records} == {1}
+def test_every_unit_is_read_once(requests, spare, sink, recent):
+    check(requests, len(requests) + spare, sink=sink, recent=recent)
 
 
 @pytest.mark.parametrize("entries", [3, 4, 5, 11, 12, 60, 200])
