@@ -145,11 +145,15 @@ def test_backend_follows_the_layers_dtype():
     assert select(kv_cache_dtype="auto") != compat.BACKEND_PATH
 
 
+@pytest.mark.parametrize("changes", [{"head_size": 80}, {"head_size": 192}, {"has_sink": True}], ids=str)
+def test_padded_heads_and_learned_sinks_are_served(changes):
+    assert select(**changes) == compat.BACKEND_PATH
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 80}, "head_size not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
+        ({"head_size": 320}, "head_size not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
