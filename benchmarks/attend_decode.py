@@ -23,15 +23,13 @@ from benchmarks import results
 from triton_ops import reference
 from triton_ops.attend_decode import (
     DecodeWorkspace,
-    MergeOptions,
     attend_decode,
     attend_partials,
-    merge_options,
     merge_partials,
 )
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
-from triton_ops.prepare import prepare_query
+from triton_ops.prepare import matrix_pairs, prepare_query
 from triton_ops.schedule import DecodeSchedule
 
 HEAD_SIZE, KV_HEADS, SINK, RECENT, BLOCK = 128, 8, 64, 256, 16
@@ -49,10 +47,6 @@ MAX_ERROR = 1e-3
 """Largest error of a row's output, relative to its norm, that a variant may show before it is timed."""
 
 
-def _same(options: Any) -> Any:
-    return options
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to launch the same computation.
@@ -60,16 +54,16 @@ class Variant:
     Attributes:
         name: for the table.
         pdl: programmatic dependent launch, default: where the GPU can.
-        merge: the merge kernel's options, made from the shipped ones.
+        pairs: prepare the query with `matrix_pairs`.
 
     """
 
     name: str = "shipped"
     pdl: bool | None = None
-    merge: Callable[[MergeOptions], MergeOptions] = _same
+    pairs: bool = False
 
 
-VARIANTS = [Variant(), Variant("no pdl", pdl=False)]
+VARIANTS = [Variant(), Variant("no pdl", pdl=False), Variant("stored pairs", pairs=True)]
 """Launch choices to compare, the shipped one first."""
 
 
@@ -90,6 +84,7 @@ class Cache:
         window_shape = (window_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
         self.windows = torch.randn(window_shape, device=device, generator=generator, dtype=torch.bfloat16)
         self.codec = self._codec(device)
+        self.pairs = matrix_pairs(self.codec)
         self.device = device
 
     @staticmethod
@@ -152,14 +147,6 @@ class Batch:
         """Launch as a variant from now on."""
         self.variant = variant
         self.grid = self.workspace.grid(num_requests=len(self.lengths), max_query_len=1, **self.sizes)
-        self.merge_options = variant.merge(
-            merge_options(
-                grid=self.grid,
-                num_kv_heads=KV_HEADS,
-                head_size=HEAD_SIZE,
-                multiprocessors=self.workspace.multiprocessors,
-            )
-        )
         self.update()
 
     def update(self, index: int = 0) -> None:
@@ -182,6 +169,7 @@ class Batch:
             seq_lens=self.seq_lens,
             scale=HEAD_SIZE**-0.5,
             prepared=self.workspace.prepared,
+            pairs=self.cache.pairs if self.variant.pairs else None,
             launch_pdl=self.variant.pdl,
         )
 
@@ -216,7 +204,6 @@ class Batch:
             workspace=self.workspace,
             output=self.output,
             launch_pdl=self.variant.pdl,
-            options=self.merge_options,
         )
 
     def whole(self, index: int) -> None:
@@ -230,7 +217,6 @@ class Batch:
             workspace=self.workspace,
             output=self.output,
             launch_pdl=self.variant.pdl,
-            merge=self.merge_options,
         )
 
     def error(self) -> float:

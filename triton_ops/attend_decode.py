@@ -906,12 +906,10 @@ def merge_partials(
     output: Tensor,
     lse: Tensor | None = None,
     launch_pdl: bool | None = None,
-    options: MergeOptions | None = None,
 ) -> Any:
     """Second launch of `attend_decode`: merge ``workspace.partial`` into ``output`` and ``lse``. Returns the kernel."""
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
-    if options is None:
-        options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors)
+    options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors)
     columns = merge_columns(d)
     launch_pdl = supports_pdl(output.device) if launch_pdl is None else launch_pdl
     tiles = triton.cdiv(grid.requests * grid.row_blocks * grid.rows, options.rows)
@@ -967,7 +965,6 @@ def attend_decode(
     output: Tensor,
     lse: Tensor | None = None,
     launch_pdl: bool | None = None,
-    merge: MergeOptions | None = None,
 ) -> None:
     """Causal attention of short queries over sink, history and recent; after `append`, `demote` and `prepare_query`.
 
@@ -992,7 +989,6 @@ def attend_decode(
         lse: [H * G, T] float32, written: natural log of the sum of exponentials.
         launch_pdl: start each launch before the preceding kernel has ended; default: where the GPU can. The kernel
             before must then be `prepare_query` with the same choice (prepare.py says why that is safe).
-        merge: launch choices of the merge kernel, default `merge_options`.
 
     Raises:
         ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
@@ -1024,5 +1020,4 @@ def attend_decode(
         output=output,
         lse=lse,
         launch_pdl=launch_pdl,
-        options=merge,
     )

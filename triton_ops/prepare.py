@@ -38,6 +38,7 @@ stream, whatever comes before and after:
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -86,6 +87,29 @@ class PreparedQuery:
         self.factors = torch.empty(blocks, 2 * rows, dtype=torch.float32, device=device)
 
 
+@dataclass(frozen=True)
+class MatrixPairs:
+    """A codec's ``key_query`` as sums of two float16 matrices, 22 bits; see `matrix_pairs`.
+
+    Attributes:
+        halves: [H, 2, d, d] float16, the high, then the low parts of ``key_query / unit``.
+        unit: [H] float32, the power of two that brings the head's largest element to 1024..2048.
+
+    """
+
+    halves: Tensor
+    unit: Tensor
+
+
+def matrix_pairs(codec: LayerCodec) -> MatrixPairs:
+    """The matrix of `prepare_query`'s ``pairs``, made once per layer. Head sizes 64 and 128."""
+    largest = codec.key_query.abs().amax((1, 2)).clamp(min=1e-20)
+    unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 11)
+    scaled = codec.key_query / unit[:, None, None]
+    high = scaled.half()
+    return MatrixPairs(torch.stack([high, (scaled - high.float()).half()], 1), unit)
+
+
 @triton.jit
 def prefetch(address):
     """Bring the lines at ``address`` (int64) to the L2 cache; returns nothing of use."""
@@ -99,6 +123,8 @@ def _prepare_kernel(
     query_ptr,
     key_query_ptr,
     key_mean_ptr,
+    halves_ptr,
+    unit_ptr,
     query_start_ptr,
     seq_lens_ptr,
     fragments_ptr,
@@ -118,6 +144,7 @@ def _prepare_kernel(
     MAX_INTEGER: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -136,14 +163,25 @@ def _prepare_kernel(
     if PDL:
         # The matrix comes as far as the L2 cache meanwhile.
         line = tl.arange(0, HEAD_SIZE * HEAD_SIZE // 32) * 32
-        prefetch((key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + line).to(tl.int64))
+        if PAIRS:
+            prefetch((halves_ptr + 2 * (head * HEAD_SIZE * HEAD_SIZE + line)).to(tl.int64))
+        else:
+            prefetch((key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + line).to(tl.int64))
         gdc_wait()
         gdc_launch_dependents()
     valid = row < queries * GROUP
     source = query_ptr + (first + row // GROUP).to(tl.int64) * query_stride_token
     source += (head * GROUP + row % GROUP) * query_stride_head
     q = tl.load(source[:, None] + slot[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-    if STEP == HEAD_SIZE:
+    largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
+    plain = (q / power[:, None]).to(tl.float16)
+    if PAIRS:
+        halves = halves_ptr + head * 2 * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
+        high = tl.load(halves)
+        low = tl.load(halves + HEAD_SIZE * HEAD_SIZE)
+        weights = tl.dot(plain, high, tl.dot(plain, low)) * (power * tl.load(unit_ptr + head))[:, None]
+    elif STEP == HEAD_SIZE:
         weights = tl.dot(q, tl.load(matrix), input_precision="tf32x3")
     else:
         weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
@@ -173,11 +211,9 @@ def _prepare_kernel(
         mean = tl.load(key_mean_ptr + head * HEAD_SIZE + slot)
         tl.store(factors + ROWS, tl.sum(q * mean[None, :], 1) * scale_log2, mask=exists)
     else:
-        largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
-        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
         tl.store(factors + ROWS, power * scale_log2, mask=exists)
         at = target[:, None] * (ROWS * HEAD_SIZE) + (m % ROWS)[:, None] * HEAD_SIZE + slot[None, :]
-        tl.store(plain_ptr + at, (q / power[:, None]).to(tl.float16), mask=stored)
+        tl.store(plain_ptr + at, plain, mask=stored)
 
 
 def prepare_query(
@@ -190,6 +226,7 @@ def prepare_query(
     scale: float,
     prepared: PreparedQuery,
     launch_pdl: bool | None = None,
+    pairs: MatrixPairs | None = None,
 ) -> None:
     """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
 
@@ -202,9 +239,11 @@ def prepare_query(
         scale: softmax scale.
         prepared: allocated for at least this grid.
         launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
+        pairs: from `matrix_pairs` of this codec: multiply by two float16 matrices, exact in the query, instead of by
+            three TF32 products. Head sizes 64 and 128.
 
     Raises:
-        ValueError: the query's shape does not fit the codec, or ``prepared`` is too small.
+        ValueError: the query's shape does not fit the codec, ``prepared`` is too small, or ``pairs`` at head size 256.
 
     """
     heads, d = codec.num_kv_heads, codec.head_size
@@ -215,6 +254,8 @@ def prepare_query(
         )
     if grid.row_blocks * grid.rows < group or grid.row_blocks * grid.rows >= MAX_QUERY_LEN * group + grid.rows:
         raise ValueError(f"the grid {grid} is not for {group} query heads per KV head")
+    if pairs is not None and matrix_step(d) != d:
+        raise ValueError(f"float16 pairs are for head sizes 64 and 128, not {d}")
     blocks = grid.requests * grid.row_blocks
     needed = blocks * heads * grid.rows * d
     if needed > prepared.plain.numel():
@@ -227,6 +268,8 @@ def prepare_query(
         query,
         codec.key_query,
         codec.key_mean,
+        None if pairs is None else pairs.halves,
+        None if pairs is None else pairs.unit,
         query_start_loc,
         seq_lens,
         prepared.fragments,
@@ -246,6 +289,7 @@ def prepare_query(
         MAX_INTEGER=MAX_INTEGER,
         PROGRAM_ROWS=PROGRAM_ROWS,
         STEP=matrix_step(d),
+        PAIRS=pairs is not None,
         PDL=launch_pdl,
         num_warps=WARPS,
         **options,

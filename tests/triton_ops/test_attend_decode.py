@@ -77,7 +77,7 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
     return step
 
 
-def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False, merge=None):
+def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False):
     """Output [T, Hq, d] and lse [T, Hq] of the kernels on a device, on the CPU."""
     moved, codec = step.to(device), codec.to(device)
     tokens, query_heads, d = step.query.shape
@@ -128,7 +128,6 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
         workspace=workspace,
         output=output,
         lse=lse,
-        merge=merge,
     )
     return output.cpu(), lse.T.cpu()
 
@@ -279,12 +278,13 @@ def test_large_logits(device):
     ],
     ids=str,
 )
-def test_merge_options_change_nothing(device, merge):
+def test_merge_options_change_nothing(device, merge, monkeypatch):
     """More partials than a tile holds, rows with different numbers of them, and a request of no tokens."""
+    monkeypatch.setattr("triton_ops.attend_decode.merge_options", lambda **_: merge)
     codec, layout = make_codec(2, 128, "spectral")
     requests = [(799, 1), (3400, 1), (0, 0), (30, 1)]
     step = decode_step(requests, heads=2, d=128, groups=4, codec=codec, layout=layout)
-    check(step, device, codec, layout, programs=40, merge=merge)
+    check(step, device, codec, layout, programs=40)
 
 
 def test_refusals():

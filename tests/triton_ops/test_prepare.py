@@ -9,13 +9,13 @@ import torch
 from tests.triton_ops.step_cases import DEVICES
 from tests.triton_ops.test_codec import random_basis, random_spectral
 from triton_ops.codec import Quantizer, rotation_codec
-from triton_ops.prepare import MAX_INTEGER, PreparedQuery, prepare_query
+from triton_ops.prepare import MAX_INTEGER, PreparedQuery, matrix_pairs, prepare_query
 from triton_ops.schedule import decode_grid
 
 SCALE_LOG2 = 0.25 * math.log2(math.e)
 
 
-def prepare(query, codec, counts, device, strided):
+def prepare(query, codec, counts, device, strided, pairs=False):
     """The workspace on the CPU, and the grid."""
     tokens, query_heads, d = query.shape
     requests = len(counts)
@@ -39,14 +39,16 @@ def prepare(query, codec, counts, device, strided):
         wide[:, 1:-1, 16:] = query
         query = wide[:, 1:-1, 16:]
     start = torch.tensor([0, *counts]).cumsum(0).int()
+    codec = codec.to(device)
     prepare_query(
         query=query,
-        codec=codec.to(device),
+        codec=codec,
         grid=grid,
         query_start_loc=start.to(device),
         seq_lens=torch.tensor([500 if count else 0 for count in counts]).int().to(device),
         scale=0.25,
         prepared=prepared,
+        pairs=matrix_pairs(codec) if pairs else None,
     )
     shape = (requests, grid.row_blocks, codec.num_kv_heads)
     halves = prepared.fragments.cpu().view(*shape, d // 32, grid.rows, 2, 4, 2, 4).int()  # plane, row, half, a, b, i
@@ -63,16 +65,18 @@ def prepare(query, codec, counts, device, strided):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("counts", "groups", "d", "kind"),
+    ("counts", "groups", "d", "kind", "pairs"),
     [
-        ([1] * 6, 4, 128, "spectral"),
-        ([1, 0, 1, 1, 1], 3, 64, "token"),
-        ([3, 1, 5], 2, 128, "spectral"),
-        ([2, 16, 0, 1], 7, 64, "spectral"),
-        ([1, 1], 8, 256, "spectral"),
+        ([1] * 6, 4, 128, "spectral", False),
+        ([1] * 6, 4, 128, "spectral", True),
+        ([1, 0, 1, 1, 1], 3, 64, "token", False),
+        ([1, 0, 1, 1, 1], 3, 64, "token", True),
+        ([3, 1, 5], 2, 128, "spectral", True),
+        ([2, 16, 0, 1], 7, 64, "spectral", False),
+        ([1, 1], 8, 256, "spectral", False),
     ],
 )
-def test_decoded_weights(device, counts, groups, d, kind, dtype):
+def test_decoded_weights(device, counts, groups, d, kind, pairs, dtype):
     heads = 2
     if kind == "token":
         gauss = Quantizer("gauss", 1.1)
@@ -88,7 +92,7 @@ def test_decoded_weights(device, counts, groups, d, kind, dtype):
         codec = random_spectral(heads, d, 4)
     generator = torch.Generator().manual_seed(4)
     query = (torch.randn(sum(counts), heads * groups, d, generator=generator) * 3).to(dtype)
-    grid, integers, sums, factors, plain = prepare(query, codec, counts, device, strided=True)
+    grid, integers, sums, factors, plain = prepare(query, codec, counts, device, strided=True, pairs=pairs)
 
     weight = torch.where(torch.arange(d) // 32 % 2 == 1, 4, 1)
     assert not factors.isnan().any()
@@ -115,11 +119,25 @@ def test_decoded_weights(device, counts, groups, d, kind, dtype):
                 assert torch.equal(plain[at].double() * (factor[:, 1:].double() / SCALE_LOG2).float().double(), q)
 
 
+def test_pairs_are_the_matrix():
+    """22 bits of the head's largest element, and no part of a head is another's."""
+    codec = random_spectral(3, 64, 4)
+    codec.key_query[1] *= 2.0**-30
+    pairs = matrix_pairs(codec)
+    assert torch.equal(pairs.unit.log2(), pairs.unit.log2().round())
+    both = pairs.halves.double().sum(1) * pairs.unit.double()[:, None, None]
+    largest = codec.key_query.abs().amax((1, 2)).double()
+    assert ((both - codec.key_query.double()).abs().amax((1, 2)) <= largest * 2.0**-22).all()
+    assert (pairs.halves[:, 0].abs().amax((1, 2)) >= 1024).all()
+
+
 def test_refusals():
     codec = random_spectral(2, 64, 4)
     query = torch.randn(2, 8, 64).bfloat16()
     with pytest.raises(ValueError, match="does not fit"):
         prepare(torch.cat([query, query], 2), codec, [1, 1], "cpu", strided=False)
+    with pytest.raises(ValueError, match="head sizes 64 and 128"):
+        prepare(torch.randn(1, 4, 256).bfloat16(), random_spectral(2, 256, 4), [1], "cpu", strided=False, pairs=True)
     with pytest.raises(ValueError, match="whole ratio"):
         decode_grid(
             num_requests=1, max_query_len=1, num_query_heads=7, num_kv_heads=2, head_size=64, multiprocessors=4,
