@@ -412,8 +412,8 @@ class Recorder:
         share, attend_share = (batch.traffic / (times[part] * 1e-6) / self.copy for part in ("whole", "attend"))
         self.rows.append(
             {"shape": name, "variant": variant.name, "groups": groups, "MB": batch.traffic / 1e6}
-            | times
-            | {"share_attend": attend_share, "share_whole": share}
+            | {f"{part}_us": time for part, time in times.items()}
+            | {"share_attend": attend_share, "share_whole": share, "copy_tb_per_s": self.copy / 1e12}
         )
         print(
             f"{name:12s} {variant.name:18s} G{groups:<2d} prepare {times['prepare']:6.1f} "
@@ -459,7 +459,7 @@ def run(device: str = "cuda", flash: bool = True) -> list[dict[str, Any]]:
         record(name, batch, 4, shipped)
     schedule_time = microseconds([skewed.update] * 8)
     print(f"schedule of 32 requests, once per step: {schedule_time:.1f} us", flush=True)
-    rows.append({"shape": "32 requests", "variant": "schedule", "whole": schedule_time})
+    rows.append({"shape": "32 requests", "variant": "schedule", "whole_us": schedule_time})
 
     if flash:
         try:
@@ -467,13 +467,13 @@ def run(device: str = "cuda", flash: bool = True) -> list[dict[str, Any]]:
         except ImportError as error:
             print(f"FlashAttention-3 is not timed: {error}")
             return rows
-        ours = {row["shape"]: row["whole"] for row in rows if row.get("groups") == 4}
+        ours = {row["shape"]: row["whole_us"] for row in rows if row.get("groups") == 4}
         for dtype in ("bf16", "fp8"):
             if dtype == "fp8":
                 attention.quantize()
             for name, batch in [*batches.items(), (skewed_name, skewed)]:
                 time = attention.time(batch)
-                rows.append({"shape": name, "variant": f"flash-attention-3 {dtype}", "groups": 4, "whole": time})
+                rows.append({"shape": name, "variant": f"flash-attention-3 {dtype}", "groups": 4, "whole_us": time})
                 print(
                     f"{name:12s} flash-attention-3 {dtype}: {time:7.1f} us, {time / ours[name]:.2f}x ours", flush=True
                 )
