@@ -19,11 +19,13 @@ def describe(artifact: Artifact) -> str:
     """The artifact in a few lines of text."""
     geometry = artifact.geometry
     codec = next(iter(artifact.layers.values()))
+    head_size = geometry["head_size"]
+    padded = "" if codec.head_size == head_size else f", padded to {codec.head_size}"
     lines = [
         f"artifact     {artifact.artifact_id}",
         f"model        {artifact.model}" + (f", revision {artifact.revision}" if artifact.revision else ""),
         f"geometry     {geometry['model_type']}, {geometry['num_hidden_layers']} layers, "
-        f"{geometry['num_attention_heads']}/{geometry['num_key_value_heads']} heads of size {geometry['head_size']}, "
+        f"{geometry['num_attention_heads']}/{geometry['num_key_value_heads']} heads of size {head_size}{padded}, "
         f"fingerprint {artifact.fingerprint}",
         f"layers       {len(artifact.layers)} with INT2 pages: {ranges(sorted(artifact.layers))}",
         f"key zeros    per {codec.zero}",
@@ -37,7 +39,7 @@ def describe(artifact: Artifact) -> str:
     for index, codec in sorted(artifact.layers.items()):
         # A direction of b bits owns b/2 slots of 2**b levels each.
         counts = [int((codec.key_levels == 2**bits).sum()) / (bits // 2) for bits in (2, 4, 6, 8)]
-        counts = [codec.num_kv_heads * codec.head_size - sum(counts), *counts]
+        counts = [max(0, codec.num_kv_heads * head_size - sum(counts)), *counts]
         bits = " / ".join(f"{count / codec.num_kv_heads:.0f}" for count in counts)
         key, value = codec.key_quantizer, codec.value_quantizer
         lines.append(f"{index:5d}  {key.kind:6s} {key.constant:<7g}  {value.kind:6s} {value.constant:<8g}  {bits}")

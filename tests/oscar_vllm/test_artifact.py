@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config
 
-from oscar_vllm.__main__ import main
+from oscar_vllm.__main__ import describe, main
 from oscar_vllm.artifact import (
     CONFIG_FILE,
     INVERSE_TOLERANCE,
@@ -493,6 +493,8 @@ def test_artifacts_of_padded_heads_hold_codecs_of_the_padded_size(tmp_path):
     artifact = Artifact(hadamard_codecs(2, 2, 96), geometry, "m")
     loaded = Artifact.load(artifact.save(tmp_path / "a"))
     assert loaded.layers[1].head_size == 128
+    assert "4/2 heads of size 96, padded to 128, " in describe(loaded)
+    assert describe(loaded).endswith("  0 / 128 / 0 / 0 / 0")
     loaded.check_model(config)
     with pytest.raises(OscarArtifactError, match="head_size is 112, fitted on 96"):
         loaded.check_model(LlamaConfig(**config.to_dict() | {"head_dim": 112}))
