@@ -7,22 +7,25 @@ configuration. `intercept_attention` names one of ours for the length of a ``wit
     with intercept_attention(model, handler) as interception:
         model(input_ids, use_cache=False)
 
-Layers with a sliding window never reach the handler: they keep their BF16 cache.
+Layers with a sliding window never reach the handler: they keep their BF16 cache. Heads without a page of their own size
+reach it as the server stores them, padded with zeros.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
+from triton_ops.layout import page_head_size
 
 _NAME = "oscar_intercept"
 
@@ -33,7 +36,7 @@ class AttentionCall:
 
     Attributes:
         layer: index of the decoder layer.
-        query: [B, Hq, T, d], after normalisation and rotary embedding.
+        query: [B, Hq, T, d], after normalisation and rotary embedding; d is the pages' head size.
         key: [B, H, T, d], likewise; Hq is a multiple of H.
         value: [B, H, T, d].
         scaling: factor on the logits.
@@ -81,6 +84,15 @@ class Interception:
     skipped: dict[int, str] = field(default_factory=dict)
 
 
+def _with_padding(handler: Handler, call: AttentionCall, size: int) -> Tensor:
+    """Output [B, Hq, T, d] of a handler that gets heads of ``size`` elements, the last ones zeros."""
+    head_size = call.key.shape[-1]
+    if head_size == size:
+        return handler(call)
+    padded = {name: pad(getattr(call, name), (0, size - head_size)) for name in ("query", "key", "value")}
+    return handler(replace(call, **padded))[..., :head_size]
+
+
 @contextmanager
 def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[Interception]:
     """Send every full-attention layer of ``model`` through ``handler`` inside the ``with`` block.
@@ -91,7 +103,7 @@ def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[In
     Raises:
         OscarConfigError: another interception is active.
         OscarUnsupportedError: a layer needs something that an INT2 page cannot hold (attention sinks as logits,
-            keys and values of different head sizes).
+            keys and values of different head sizes, a head size that fits no page).
 
     """
     if _NAME in AttentionInterface._global_mapping:
@@ -127,7 +139,11 @@ def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[In
             seen.skipped[layer] = f"sliding window of {kwargs['sliding_window']} tokens"
             return call.attend().transpose(1, 2).contiguous(), None
         seen.layers.add(layer)
-        return handler(call).transpose(1, 2).contiguous(), None
+        try:
+            size = page_head_size(key.shape[-1])
+        except ValueError as error:
+            raise OscarUnsupportedError(f"{name}: {error}") from None
+        return _with_padding(handler, call, size).transpose(1, 2).contiguous(), None
 
     config = model.config
     before = {"": config._attn_implementation}

@@ -26,7 +26,7 @@ from calib.statistics import Statistics
 from oscar_vllm.artifact import CONFIG_FILE, Artifact, model_geometry
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
 from triton_ops.codec import LayerCodec
-from triton_ops.layout import PAGE_TOKENS
+from triton_ops.layout import PAGE_TOKENS, page_head_size
 
 CHECKPOINT = "calibration_statistics.safetensors"
 """Statistics of an unfinished run, in the output directory; removed when the artifact is written."""
@@ -130,6 +130,7 @@ def calibrate(
     name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
     config = AutoConfig.from_pretrained(model, **load) if isinstance(model, str) else model.config
     geometry = model_geometry(config)
+    _check_padding(geometry["head_size"], recipe)
     needed = TOKENS_PER_DIMENSION * geometry["head_size"]
     if num_samples * (max_length - sink) < needed:
         raise OscarConfigError(
@@ -218,6 +219,24 @@ def _check_options(
         )
     if (output_dir / CONFIG_FILE).exists() and not overwrite:
         raise OscarConfigError(f"{output_dir} already holds an artifact; choose another folder or pass --overwrite")
+
+
+def _check_padding(head_size: int, recipe: Recipe) -> None:
+    """Refuse recipes that would spend codes on the zeros behind heads without a page of their own size."""
+    size = page_head_size(head_size)
+    if size == head_size:
+        return
+    if "H" not in recipe.composition:
+        raise OscarConfigError(
+            f"composition={recipe.composition!r} would store the zeros that pad heads of {head_size} to {size}; "
+            "use one with H"
+        )
+    for alternative in recipe.alternatives():
+        if alternative.max_bits is not None and alternative.max_bits * head_size < 2 * size:
+            raise OscarConfigError(
+                f"max_bits={alternative.max_bits}: heads of {head_size} cannot take the {2 * size} bits of a page of "
+                f"head size {size}, and zeros would; raise --max-bits or use --allocation uniform"
+            )
 
 
 def _load_model(model: str, config: Any, dtype: str, device_map: str | None, load: dict[str, Any]) -> PreTrainedModel:

@@ -37,6 +37,36 @@ def test_the_call_holds_every_head(kv_heads, group, head_size):
     assert calls[0].key.shape == calls[0].value.shape == (1, kv_heads, 96, head_size)
 
 
+def test_heads_without_a_page_of_their_own_size_are_padded():
+    model = random_model(kv_heads=2, group=3, head_size=80)
+    calls = []
+
+    def handler(call):
+        calls.append(call)
+        return call.attend()
+
+    with torch.no_grad():
+        expected = model(TOKENS, use_cache=False).logits
+        with intercept_attention(model, handler):
+            actual = model(TOKENS, use_cache=False).logits
+    for heads, count in ((calls[1].query, 6), (calls[1].key, 2), (calls[1].value, 2)):
+        assert heads.shape == (1, count, 96, 128)
+        assert heads[..., :80].all()
+        assert not heads[..., 80:].any()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_fit_no_page_are_refused():
+    model = random_model(head_size=100)
+    message = r"layer 0 \(LlamaAttention\): head size 100 fits no INT2 page"
+    with (
+        torch.no_grad(),
+        pytest.raises(OscarUnsupportedError, match=message),
+        intercept_attention(model, lambda call: call.attend()),
+    ):
+        model(TOKENS, use_cache=False)
+
+
 def test_the_output_is_what_the_model_goes_on_with():
     model = random_model()
     with torch.no_grad():

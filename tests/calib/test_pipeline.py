@@ -74,6 +74,38 @@ def test_head_size_128(tmp_path):
     assert result.artifact.layers[0].head_size == 128
 
 
+@pytest.mark.parametrize(
+    ("head_size", "recipe"), [(80, Recipe()), (96, PRESETS["reference"])], ids=["80-default", "96-reference"]
+)
+def test_heads_without_a_page_of_their_own_size_are_padded(tmp_path, head_size, recipe):
+    """No bit goes to a direction of zeros."""
+    model = random_model(head_size=head_size, kv_heads=1, group=3)
+    result = calibrate(model, tmp_path, recipe=recipe, **FAST | {"num_samples": 4})
+    artifact = Artifact.load(tmp_path)
+    artifact.check_model(model.config)
+    assert artifact.geometry["head_size"] == head_size
+    for index, codec in artifact.layers.items():
+        choice = result.choices[index]
+        assert codec.head_size == 128
+        assert choice.value_error["chosen"] < 0.7 * choice.value_error["identity"]
+        if recipe.allocation == "spectral":
+            assert not codec.key_query[:, head_size:].any()
+            assert choice.key_kl["chosen"] < 0.7 * choice.key_kl["hadamard"]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "recipe", "message"),
+    [
+        (80, Recipe(composition="U"), "composition='U' would store the zeros that pad heads of 80 to 128"),
+        (80, Recipe(max_bits=2), "max_bits=2: heads of 80 cannot take the 256 bits .* raise --max-bits"),
+        (24, Recipe(), "max_bits=4: heads of 24 cannot take the 128 bits"),
+    ],
+)
+def test_recipes_that_would_store_padding_are_refused(tmp_path, head_size, recipe, message):
+    with pytest.raises(OscarConfigError, match=message):
+        calibrate(random_model(head_size=head_size), tmp_path, recipe=recipe, **FAST)
+
+
 def test_sliding_window_layers_are_absent_and_reported(tmp_path):
     model = random_model(family="gemma3", layers=4)
     result = calibrate(model, tmp_path, **FAST)

@@ -19,6 +19,7 @@ from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
 from tests.engine.conftest import OSCAR, ROOT, Engines, environment
 from tests.engine.models import Geometry, prompts
 from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, hadamard, spectral_codec
+from triton_ops.layout import page_head_size
 
 SEGMENTS = Segments()
 
@@ -42,16 +43,28 @@ def logprobs(model: torch.nn.Module, token_ids: list[int], cache: QuantizedCache
     return logits.float().log_softmax(-1)
 
 
+def assert_greedy(
+    model: torch.nn.Module, codecs: Mapping[int, LayerCodec], prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    """The answers' tokens are the most likely ones of ``model`` with a cache of these codecs."""
+    for prompt, generated in zip(prompts, answers, strict=True):
+        expected = logprobs(model, prompt + generated[:-1], DecodingCache(codecs, SEGMENTS, len(prompt)))
+        assert expected[len(prompt) - 1 :].argmax(-1).tolist() == generated, f"prompt of {len(prompt)} tokens"
+
+
 def spectral_codecs(geometry: Geometry) -> dict[int, LayerCodec]:
     """Codecs with 0 to 8 bits per direction in a basis that is not orthogonal, as calibration makes them."""
     generator = torch.Generator().manual_seed(5)
-    heads, d = geometry.kv_heads, geometry.head_size
-    variance = torch.logspace(1, -2, d, dtype=torch.float64).expand(heads, d)
+    heads, own = geometry.kv_heads, geometry.head_size
+    d = page_head_size(own)
+    padding = d - own  # directions of zeros, without bits
+    variance = torch.nn.functional.pad(torch.logspace(1, -2, own, dtype=torch.float64), (0, padding)).expand(heads, d)
     bits = torch.stack([allocate_bits(row, 2 * d, 8) for row in variance])
     codecs = {}
     for layer in range(geometry.layers):
-        noise = torch.randn(heads, d, d, generator=generator, dtype=torch.float64)
-        directions = torch.linalg.qr(noise).Q * torch.linspace(0.5, 2.0, d, dtype=torch.float64)
+        noise = torch.randn(heads, own, own, generator=generator, dtype=torch.float64)
+        directions = torch.eye(d, dtype=torch.float64).repeat(heads, 1, 1)
+        directions[:, :own, :own] = torch.linalg.qr(noise).Q * torch.linspace(0.5, 2.0, own, dtype=torch.float64)
         codecs[layer] = spectral_codec(
             directions,
             torch.linalg.inv(directions),
@@ -87,10 +100,7 @@ def test_decoding_equals_transformers(engines: Engines, tmp_path: Path, geometry
     scenario = {"name": "greedy", "kind": "generate", "prompts": PROMPTS, "max_tokens": 150}
     run = engines.run(geometry, OSCAR | {"additional_config": {"oscar": options}}, [scenario])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for prompt, output in zip(PROMPTS, run["greedy"][0], strict=True):
-        generated = output["token_ids"][0]
-        expected = logprobs(model, prompt + generated[:-1], DecodingCache(codecs, SEGMENTS, len(prompt)))
-        assert expected[len(prompt) - 1 :].argmax(-1).tolist() == generated, f"prompt of {len(prompt)} tokens"
+    assert_greedy(model, codecs, PROMPTS, [output["token_ids"][0] for output in run["greedy"][0]])
 
 
 # ------------------------------------------------------------------------------------------------- real model
