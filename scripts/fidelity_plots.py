@@ -55,8 +55,7 @@ def plot_kl(text: str = "manual", configurations: tuple[str, ...] = (
     for i, name in enumerate(configurations):
         found = [(models.index(row["model"]), row) for row in rows if row["configuration"] == name]
         places = [place + (i - len(configurations) / 2 + 0.5) * width for place, _ in found]
-        label = f"{name} ({float(found[0][1]['bits']):.2f} bits)" if found else name
-        axis.bar(places, [float(row["kl"]) for _, row in found], width, label=label,
+        axis.bar(places, [float(row["kl"]) for _, row in found], width, label=name,
                  yerr=[float(row["kl_stderr"]) for _, row in found])  # fmt: skip
     axis.axhline(0.02, color="black", linewidth=0.8, linestyle=":")
     axis.set(yscale="log", xticks=range(len(models)), xticklabels=models, ylabel="KL to BF16, nats per token")
@@ -84,9 +83,11 @@ def plot_layers() -> None:
 
 
 def plot_calibration_size() -> None:
-    """Final KL against the tokens of calibration: configurations named ``size-TOKENS``."""
+    """Final KL against the tokens of calibration: configurations named ``size-TOKENS``, if there are any."""
     rows = [row for row in newest(RESULTS / "fidelity.csv", "model", "text", "configuration")
             if row["configuration"].startswith("size-")]  # fmt: skip
+    if not rows:
+        return
     figure, axis = plt.subplots(figsize=(5, 3))
     for model, text in distinct((row["model"], row["text"]) for row in rows):
         some = [row for row in rows if (row["model"], row["text"]) == (model, text)]
