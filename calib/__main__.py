@@ -5,7 +5,9 @@ import argparse
 import os
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
+from calib.hub import check_repository, push
 from calib.rotation import CHOICES, PRESETS
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
 
@@ -21,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--overwrite", action="store_true", help="replace an artifact in --output-dir")
     top.add_argument("--keep-statistics", action="store_true",
                      help="leave the statistics in --output-dir: a run with other method options starts from them")
+    top.add_argument("--push-to-hub", metavar="REPOSITORY", help="also publish the artifact on the Hugging Face Hub")
     top.add_argument("--trust-remote-code", action="store_true", help="passed to transformers")
     data = top.add_argument_group("text")
     data.add_argument("--dataset", help="NAME or NAME:CONFIG of a Hugging Face dataset, or a .jsonl or .txt file "
@@ -58,17 +61,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     preset = PRESETS[options.pop("preset")]
     changes = {field.name: options.pop(field.name) for field in fields(preset)}
+    repository, output_dir = options.pop("push_to_hub"), options.pop("output_dir")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        if repository is not None:
+            check_repository(repository)
         recipe = replace(preset, **{name: value for name, value in changes.items() if value is not None})
         from calib.pipeline import calibrate
 
-        result = calibrate(options.pop("model"), options.pop("output_dir"), recipe=recipe, **options)
+        result = calibrate(options.pop("model"), output_dir, recipe=recipe, **options)
+        print(result.table())
+        print(f"artifact {result.artifact.artifact_id} written")
+        if repository is not None:
+            print(f"published: {push(Path(output_dir), repository)}")
     except (OscarConfigError, OscarUnsupportedError, OscarArtifactError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(result.table())
-    print(f"artifact {result.artifact.artifact_id} written")
     return 0
 
 
