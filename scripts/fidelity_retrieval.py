@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Needles in long texts, for `eval_fidelity.py --retrieval`: can the model still read one fact far back?
+"""Needles in long texts, for `eval_fidelity.py --retrieval`: can the model still read a fact far back?
 
-A prompt is a stretch of the text with sentences of the form "The secret number of NAME is 48213." put in at given
-depths, and ends with the beginning of one of those sentences. The answer is found if greedy decoding would write the
-number: teacher-forced, every token of the number must be the most likely one. Names, numbers and the stretch of text
-come from the seed; every configuration sees the same prompts. The whole prompt is read through the quantized cache,
-as in the scores.
+A prompt is a stretch of the text with one sentence of the form "The secret number of NAME is 48213." at every depth
+asked for; after it the beginnings of those sentences follow in random order, each with its number. A needle is found if
+greedy decoding would write its number: teacher-forced, every token of the number must be the most likely one. So one
+reading of a prompt scores all depths; one depth alone is the single needle. Names, numbers, order and the stretch of
+text come from the seed; every configuration sees the same prompts. The whole prompt is read through the quantized
+cache, as in the scores, and a depth whose sentence would not lie in history is refused.
 """
 
 import argparse
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,16 @@ FIELDS = ("model", "configuration", "text", "length", "depth", "needles", "seed"
 
 NAMES = ("Lisbon", "Oslo", "Quito", "Dakar", "Hanoi", "Perth", "Sofia", "Tunis", "Riga", "Lima", "Kyoto", "Bergen")
 SENTENCE = "The secret number of {name} is {number}."
-QUESTION = "\n\nOne of the secret numbers in the text above is asked for. The secret number of {name} is"
+INTRODUCTION = "\n\nThe secret numbers in the text above are asked for."
+QUESTION = " The secret number of {name} is"
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Where a fact and its number stand in a prompt, token indices; ``sentence`` and ``answer``: [start, end)."""
+
+    sentence: tuple[int, int]
+    answer: tuple[int, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retrieval", action="store_true", help="needles in the text instead of scores")
     group.add_argument("--lengths", type=_integers, default=[4096], help="tokens of a prompt, commas between (4096)")
     group.add_argument("--depths", type=_integers, default=[10, 30, 50, 70, 90], help="percent (10,30,50,70,90)")
-    group.add_argument("--needles", type=int, default=1, help="sentences in the text; one is asked for (%(default)s)")
-    group.add_argument("--trials", type=int, default=4, help="prompts per length and depth (%(default)s)")
+    group.add_argument("--trials", type=int, default=4, help="prompts per length (%(default)s)")
     group.add_argument("--seed", type=int, default=0, help="names, numbers, stretches of text (%(default)s)")
 
 
@@ -44,16 +54,15 @@ def _integers(text: str) -> list[int]:
 
 
 def prompt(
-    tokenizer: Any, text: list[int], *, length: int, depth: int, needles: int, generator: random.Random
-) -> tuple[Tensor, int]:
-    """(token ids [length + tokens of the answer], tokens of the answer).
+    tokenizer: Any, text: list[int], *, length: int, depths: list[int], generator: random.Random
+) -> tuple[Tensor, list[Needle]]:
+    """(token ids [length], the needles in the order of ``depths``).
 
     Args:
         tokenizer: the model's.
         text: tokens of the filler, at least ``length``.
-        length: tokens before the answer.
-        depth: percent of the prompt before the needle that is asked for; the others stand at random places.
-        needles: sentences, at most `NAMES`.
+        length: tokens, questions and answers included.
+        depths: percent of the filler before each sentence, at most as many as `NAMES`, ascending.
         generator: source of everything random.
 
     """
@@ -61,29 +70,41 @@ def prompt(
     def tokens(words: str) -> list[int]:
         return tokenizer(words, add_special_tokens=False).input_ids
 
-    names = generator.sample(NAMES, needles)
-    numbers = [str(generator.randrange(10_000, 100_000)) for _ in names]
-    places = [depth / 100, *(generator.uniform(0.05, 0.95) for _ in names[1:])]
-    question = tokens(QUESTION.format(name=names[0]))
-    answer = tokens(QUESTION.format(name=names[0]) + f" {numbers[0]}")[len(question) :]
-    facts = [tokens(f"\n\n{SENTENCE.format(name=a, number=b)}\n\n") for a, b in zip(names, numbers, strict=True)]
-    room = length - len(question) - sum(len(fact) for fact in facts)
+    facts, questions = [], []
+    for name in generator.sample(NAMES, len(depths)):
+        number = str(generator.randrange(10_000, 100_000))
+        facts.append(tokens(f"\n\n{SENTENCE.format(name=name, number=number)}\n\n"))
+        question = tokens(QUESTION.format(name=name))
+        questions.append((question, tokens(QUESTION.format(name=name) + f" {number}")[len(question) :]))
+    introduction, stop = tokens(INTRODUCTION), tokens(".")
+    asked = sum(len(question) + len(answer) + len(stop) for question, answer in questions) + len(introduction)
+    room = length - asked - sum(len(fact) for fact in facts)
     start = generator.randrange(len(text) - room + 1)
     ids: list[int] = []
+    sentences = []
     at = 0
-    for place, fact in sorted(zip(places, facts, strict=True)):
-        until = int(place * room)
+    for depth, fact in zip(depths, facts, strict=True):
+        until = depth * room // 100
         ids += text[start + at : start + until] + fact
+        sentences.append((len(ids) - len(fact), len(ids)))
         at = until
-    ids += text[start + at : start + room] + question
-    return torch.tensor(ids + answer), len(answer)
+    ids += text[start + at : start + room] + introduction
+    needles = {}
+    for i in generator.sample(range(len(depths)), len(depths)):
+        question, answer = questions[i]
+        ids += question + answer + stop
+        end = len(ids) - len(stop)
+        needles[i] = Needle(sentences[i], (end - len(answer), end))
+    return torch.tensor(ids), [needles[i] for i in range(len(depths))]
 
 
-def found(model: PreTrainedModel, ids: Tensor, answer: int) -> bool:
-    """Whether greedy decoding writes the last ``answer`` tokens of ``ids``."""
-    positions = torch.arange(len(ids) - answer - 1, len(ids) - 1)
+def found(model: PreTrainedModel, ids: Tensor, needles: list[Needle]) -> list[bool]:
+    """For each needle whether greedy decoding writes its answer."""
+    first = min(needle.answer[0] for needle in needles) - 1
+    positions = torch.arange(first, len(ids) - 1)
     logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=positions).logits[0]
-    return bool((logits.argmax(-1).cpu() == ids[-answer:]).all())
+    right = logits.argmax(-1).cpu() == ids[first + 1 :]
+    return [bool(right[start - first - 1 : end - first - 1].all()) for start, end in (x.answer for x in needles)]
 
 
 def evaluate(
@@ -94,21 +115,33 @@ def evaluate(
     segments: Segments,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """One row per configuration, length and depth."""
+    """One row per configuration, length and depth.
+
+    Raises:
+        SystemExit: the text is too short, or a sentence stands among the exact tokens of its question.
+
+    """
     filler = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(filler) < max(options.lengths):
         raise SystemExit(f"the text has {len(filler)} tokens, a prompt of {max(options.lengths)} needs more")
+    depths = sorted(options.depths)
+    prompts = {}
+    for length in options.lengths:
+        generator = random.Random(f"{options.seed} {length}")
+        prompts[length] = [
+            prompt(tokenizer, filler, length=length, depths=depths, generator=generator) for _ in range(options.trials)
+        ]
+        for depth, needle in ((d, n) for _, needles in prompts[length] for d, n in zip(depths, needles, strict=True)):
+            if needle.sentence[0] < segments.sink or needle.sentence[1] > needle.answer[0] - segments.recent:
+                raise SystemExit(f"at depth {depth} % of {length} tokens a sentence is not in history; choose another")
     rows = []
-    cases = [(length, depth) for length in options.lengths for depth in options.depths]
-    for length, depth in tqdm(cases, desc="needles", unit="depth"):
-        generator = random.Random(f"{options.seed} {length} {depth}")
-        shape = {"length": length, "depth": depth, "needles": options.needles}
-        prompts = [prompt(tokenizer, filler, generator=generator, **shape) for _ in range(options.trials)]
-        for name, configuration in chosen.items():
-            with intercept_attention(model, configuration.attention(segments)):
-                hits = sum(found(model, *case) for case in prompts)
-            own = {"configuration": name, "bits": configuration.bits, "trials": options.trials, "found": hits}
-            rows.append(shape | own | {"seed": options.seed})
+    for length, name in tqdm([(x, y) for x in options.lengths for y in chosen], desc="needles", unit="configuration"):
+        with intercept_attention(model, chosen[name].attention(segments)):
+            hits = [found(model, *case) for case in prompts[length]]
+        for depth, column in zip(depths, zip(*hits, strict=True), strict=True):
+            row = {"configuration": name, "length": length, "depth": depth, "needles": len(depths)}
+            counts = {"trials": options.trials, "found": sum(column), "seed": options.seed}
+            rows.append(row | counts | {"bits": chosen[name].bits})
     return rows
 
 

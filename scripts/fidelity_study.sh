@@ -64,8 +64,8 @@ if [[ $parts == *" shift "* ]]; then
 fi
 
 if [[ $parts == *" retrieval "* ]]; then
-    for needles in 1 4; do
-        evaluate --retrieval --needles $needles --lengths "${LENGTHS:-4096}" --trials "${TRIALS:-4}" \
+    for depths in 50 10,30,50,70,90; do # one needle, then five
+        evaluate --retrieval --depths $depths --lengths "${LENGTHS:-4096}" --trials "${TRIALS:-4}" \
             --configurations bf16,hadamard,int4_hadamard,kivi2,turboquant3 "${both[@]}"
     done
 fi

@@ -88,38 +88,52 @@ def test_the_change_in_perplexity_and_its_error_are_those_of_known_numbers(scrip
 def test_needles_stand_where_they_should(script):
     retrieval = script.fidelity_retrieval
     text = ByteTokenizer()(TEXT * 200, add_special_tokens=False).input_ids
-    shape = {"length": 2000, "depth": 40, "needles": 3}
-    ids, answer = retrieval.prompt(ByteTokenizer(), text, generator=random.Random(1), **shape)
+    shape = {"length": 2000, "depths": [10, 40, 70]}
+    ids, needles = retrieval.prompt(ByteTokenizer(), text, generator=random.Random(1), **shape)
+    assert len(ids) == 2000
     words = bytes(ids.tolist()).decode()
-    assert len(ids) == 2000 + answer
-    number = words[-answer:].strip()
-    name = words[:-answer].split()[-2]
-    fact = retrieval.SENTENCE.format(name=name, number=number)
-    assert words.count(fact) == 1
-    assert words.index(fact) == pytest.approx(0.4 * len(words), abs=0.1 * len(words))
-    assert words.count("The secret number of ") == 4
+    assert words.count("The secret number of ") == 6
+    room = 2000 - len(words[words.index(retrieval.INTRODUCTION) :])
+    for depth, needle in zip(shape["depths"], needles, strict=True):
+        number = words[slice(*needle.answer)].strip()
+        name = words[: needle.answer[0]].split()[-2]
+        fact = retrieval.SENTENCE.format(name=name, number=number)
+        assert words[slice(*needle.sentence)] == f"\n\n{fact}\n\n"
+        assert words.count(fact) == 2
+        assert needle.sentence[0] == pytest.approx(depth / 100 * room, abs=0.06 * room)
     again, _ = retrieval.prompt(ByteTokenizer(), text, generator=random.Random(1), **shape)
     assert torch.equal(ids, again)
 
 
 def test_a_found_needle_counts(script, model, monkeypatch):
-    """A model that always writes the answer finds everything; one that does not finds nothing."""
+    """Rows hold what `found` says, which is what greedy decoding writes."""
     retrieval = script.fidelity_retrieval
     chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
-    options = argparse.Namespace(lengths=[600], depths=[20, 80], needles=1, trials=2, seed=0)
-    monkeypatch.setattr(retrieval, "found", lambda model, ids, answer: ids[-1] % 2 == 0)
-    rows = retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
-    assert [(row["configuration"], row["depth"]) for row in rows] == [
-        ("bf16", 20), ("hadamard", 20), ("bf16", 80), ("hadamard", 80),
+    options = argparse.Namespace(lengths=[1000], depths=[50, 20], trials=2, seed=0)
+    monkeypatch.setattr(retrieval, "found", lambda model, ids, needles: [True, False])
+    with torch.inference_mode():
+        rows = retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
+    assert [(row["configuration"], row["depth"], row["found"], row["needles"]) for row in rows] == [
+        ("bf16", 20, 2, 2), ("bf16", 50, 0, 2), ("hadamard", 20, 2, 2), ("hadamard", 50, 0, 2),
     ]  # fmt: skip
-    assert rows[0]["found"] == rows[1]["found"]
+    assert "20 %: 2/2  50 %: 0/2" in retrieval.table(rows)
     monkeypatch.undo()
     with torch.inference_mode():
-        window = torch.tensor(ByteTokenizer()(TEXT * 20, add_special_tokens=False).input_ids)
-        greedy = model(window[None]).logits[0, -1].argmax()
-        assert retrieval.found(model, torch.cat([window, greedy[None]]), 1)
-        assert not retrieval.found(model, torch.cat([window, (greedy[None] + 1) % 256]), 1)
-    assert "bf16" in retrieval.table(rows)
+        ids = torch.tensor(ByteTokenizer()(TEXT * 20, add_special_tokens=False).input_ids)
+        needles = [retrieval.Needle((0, 1), (300, 302)), retrieval.Needle((0, 1), (200, 201))]
+        for at in (200, 300, 301):
+            ids[at] = model(ids[None, :at]).logits[0, -1].argmax()
+        assert retrieval.found(model, ids, needles) == [True, True]
+        ids[301] = (ids[301] + 1) % 256
+        assert retrieval.found(model, ids, needles) == [False, True]
+
+
+@pytest.mark.parametrize("depth", [1, 95])
+def test_a_needle_among_the_exact_tokens_is_refused(script, model, depth):
+    chosen = script.configurations(["bf16"], {}, model.config, SEGMENTS)
+    options = argparse.Namespace(lengths=[1000], depths=[depth], trials=1, seed=0)
+    with pytest.raises(SystemExit, match=f"at depth {depth} % of 1000 tokens a sentence is not in history"):
+        script.fidelity_retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
 
 
 def test_an_artifact_of_another_model_is_refused(script, artifact):
