@@ -47,12 +47,14 @@ setup(
         "gpu": ["vllm>=0.32,<0.34"],
         # scripts/quickstart.sh: reads the GGUF file that carries the demonstration model.
         "quickstart": [TRANSFORMERS, "gguf>=0.19", "accelerate>=1.0", "sentencepiece"],
+        # The plots of scripts/ and benchmarks/ included.
         "test": [
             "pytest>=9",
             "pytest-timeout>=2.4",
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             "openai>=2.25",
+            "matplotlib>=3.9",
             "ruff==0.17.6",
             "mypy==2.4.1",
         ],
