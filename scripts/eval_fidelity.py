@@ -26,6 +26,7 @@ import csv
 import math
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -390,7 +391,7 @@ def _words(arguments: list[str]) -> Iterator[str]:
         elif previous in ("--model", "--text") and "/" in word:
             word = Path(word).name
         if previous != "--csv" and word != "--csv":
-            yield word
+            yield shlex.quote(word)
         previous = word
 
 

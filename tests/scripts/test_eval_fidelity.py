@@ -172,6 +172,12 @@ def test_rows_are_added_never_replaced(script, tmp_path):
         script.append_csv(path, [{"layer": 1}], ("layer",))
 
 
+def test_the_recorded_command_can_be_typed_again(script):
+    arguments = ["--model", "/a/b/smol", "--configurations", "", "--artifact", "x=/c/d", "--csv", "e.csv", "--layers"]
+    words = " ".join(script._words(arguments))
+    assert words == "python scripts/eval_fidelity.py --model smol --configurations '' --artifact x=DIR --layers"
+
+
 def test_the_default_text_is_none_that_calibration_uses(script):
     from calib.data import load_documents
 
