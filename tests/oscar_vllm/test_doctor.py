@@ -19,6 +19,12 @@ from tests.oscar_vllm.test_plugin import MODEL
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expects the report of a machine without a GPU")
 
 
+@pytest.fixture(autouse=True)
+def the_doctors_log_level_ends_with_the_test(monkeypatch):
+    """`main` sets it for its process, which here is that of all tests and of the engines they start."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+
+
 @pytest.fixture
 def model(tmp_path):
     config = MODEL | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]}
