@@ -56,7 +56,7 @@ from calib.capture import AttentionCall, intercept_attention
 from calib.simulate import Segments, Store, page_store, segmented_attention
 from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
 from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec
-from triton_ops.layout import PAGE_TOKENS, PageLayout
+from triton_ops.layout import PAGE_TOKENS, PageLayout, page_head_size
 
 FIELDS = (
     "model", "configuration", "text", "windows", "tokens", "sink", "recent", "positions", "kl", "kl_stderr", "top1",
@@ -105,8 +105,10 @@ def rotated(rotation: Tensor, heads: int, key_clip: float, value_clip: float) ->
     )
 
 
-def _pages(codecs: dict[int, LayerCodec], segments: Segments, oscar: dict[str, Any] | None) -> Configuration:
-    """A cache of INT2 pages; ``oscar``: the plugin's options that serve it."""
+def _pages(
+    codecs: dict[int, LayerCodec], head_size: int, segments: Segments, oscar: dict[str, Any] | None
+) -> Configuration:
+    """A cache of INT2 pages for heads of ``head_size``; ``oscar``: the plugin's options that serve it."""
     codec = next(iter(codecs.values()))
     layout = PageLayout(codec.head_size, codec.zero)
     moved: dict[int, LayerCodec] = {}
@@ -126,7 +128,7 @@ def _pages(codecs: dict[int, LayerCodec], segments: Segments, oscar: dict[str, A
     if oscar is not None:
         options = {"sink": segments.sink, "recent": segments.recent, "prefill": "invariant", **oscar}
         engine = {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": options}}
-    return Configuration(layout.page_bytes * 8 / (2 * PAGE_TOKENS * codec.head_size), store, engine)
+    return Configuration(layout.page_bytes * 8 / (2 * PAGE_TOKENS * head_size), store, engine)
 
 
 def configurations(names: list[str], artifacts: dict[str, Path], config: Any, segments: Segments) -> dict[str, Any]:
@@ -140,19 +142,21 @@ def configurations(names: list[str], artifacts: dict[str, Path], config: Any, se
     geometry = model_geometry(config)
     size, layers, heads = geometry["head_size"], geometry["num_hidden_layers"], geometry["num_key_value_heads"]
 
+    padded = page_head_size(size)  # handlers get heads as the server stores them
+
     def every_layer(codec: LayerCodec) -> Configuration:
-        return _pages(dict.fromkeys(range(layers), codec), segments, None)
+        return _pages(dict.fromkeys(range(layers), codec), size, segments, None)
 
     builtin: dict[str, Callable[[], Configuration]] = {
         "bf16": lambda: Configuration(16, None, {}),
         "float": lambda: Configuration(16, lambda layer: None),
-        "naive": lambda: every_layer(rotated(torch.eye(size, dtype=torch.float64), heads, 1.0, 1.0)),
-        "hadamard": lambda: every_layer(rotated(hadamard(size), heads, 0.96, 0.92)),
-        "uncalibrated": lambda: _pages(hadamard_codecs(layers, heads, size), segments, {"rotation": "hadamard"}),
+        "naive": lambda: every_layer(rotated(torch.eye(padded, dtype=torch.float64), heads, 1.0, 1.0)),
+        "hadamard": lambda: every_layer(rotated(hadamard(padded), heads, 0.96, 0.92)),
+        "uncalibrated": lambda: _pages(hadamard_codecs(layers, heads, size), size, segments, {"rotation": "hadamard"}),
     }
 
     def baseline(name: str) -> Configuration:
-        return Configuration(bits_per_element(name, size), lambda layer: BASELINES[name])
+        return Configuration(bits_per_element(name, padded) * padded / size, lambda layer: BASELINES[name])
 
     builtin |= {name: partial(baseline, name) for name in BASELINES}
     chosen: dict[str, Configuration] = {}
@@ -163,7 +167,7 @@ def configurations(names: list[str], artifacts: dict[str, Path], config: Any, se
     for name, folder in artifacts.items():
         artifact = Artifact.load(folder)
         artifact.check_model(config)
-        chosen[name] = _pages(artifact.layers, segments, {"artifact": str(Path(folder).resolve())})
+        chosen[name] = _pages(artifact.layers, size, segments, {"artifact": str(Path(folder).resolve())})
     return chosen
 
 

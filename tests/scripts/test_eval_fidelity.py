@@ -70,6 +70,19 @@ def test_scores_rank_the_configurations(script, model, artifact):
     assert len(script.fidelity_layers.rows(layers)) == len(layers) * model.config.num_hidden_layers
 
 
+def test_padded_heads_count_their_own_elements(script):
+    model = random_model(kv_heads=1, group=2, head_size=96, layers=1)
+    windows = script.evaluation_windows(TEXT * 60, ByteTokenizer(), 1, 640)
+    names = ["bf16", "hadamard", "uncalibrated", "int4_hadamard"]
+    with torch.inference_mode():
+        chosen = script.configurations(names, {}, model.config, SEGMENTS)
+        scores = script.evaluate(model, windows, chosen, SEGMENTS)
+    assert [chosen[name].bits for name in names] == [16, 3.0, 3.0, pytest.approx(4.25 * 128 / 96)]
+    kl = {name: score.row()["kl"] for name, score in scores.items()}
+    assert 0 < kl["int4_hadamard"] < kl["hadamard"]
+    assert kl["int4_hadamard"] < kl["uncalibrated"]
+
+
 def test_the_change_in_perplexity_and_its_error_are_those_of_known_numbers(script):
     exact = torch.full((128, 2), 0.5).log()
     actual = torch.tensor([0.25, 0.75]).log().expand(128, 2)
