@@ -65,7 +65,7 @@ def scored(
 
 
 def _run(folder: Path) -> None:
-    from quickstart import capture_prompt_logits
+    from quickstart import capture_prompt_logits, prompt_logits
     from vllm import LLM, SamplingParams
 
     job = json.loads((folder / "job.json").read_text())
@@ -75,7 +75,7 @@ def _run(folder: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     for i, window in enumerate(job["windows"]):
         llm.generate([{"prompt_token_ids": window}], params, use_tqdm=False)
-        (logits,) = [batch for batch in batches if batch.shape[0] == len(window) - 1]
+        logits = prompt_logits(batches, len(window))
         batches.clear()
         np.save(folder / f"{i}.npy", logits[job["first"] :].float().log_softmax(-1).cpu().numpy())
 

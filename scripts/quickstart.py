@@ -48,6 +48,20 @@ def capture_prompt_logits(model, sink: list) -> None:
     model.compute_logits = compute_and_keep
 
 
+def prompt_logits(batches: list, tokens: int):
+    """Logits [tokens - 1, vocabulary] of all but the last token of the one prompt that ``batches`` come from.
+
+    A prompt's own logits are computed in one batch or in several, with or without the last token's; the batch of one
+    row is the token to sample.
+    """
+    import torch
+
+    kept = [batch for batch in batches if batch.shape[0] > 1]
+    if sum(map(len, kept)) not in (tokens - 1, tokens):
+        raise SystemExit(f"{[tuple(batch.shape) for batch in batches]} are not the logits of {tokens} tokens")
+    return torch.cat(kept)[: tokens - 1]
+
+
 def run_engine(job: dict, result_path: Path) -> None:
     """Generate and score as ``job`` says; write token ids as JSON, log-probabilities as ``.npy`` beside it.
 
@@ -68,14 +82,11 @@ def run_engine(job: dict, result_path: Path) -> None:
         text = job["generate_from"] + result["token_ids"] if job["score"] == "continued" else job["score"]
         batches: list = []
         llm.apply_model(lambda model: capture_prompt_logits(model, batches))
-        # The prompt's own logits are computed only when prompt logprobs are asked for, in one batch or in several, with
-        # or without the last token's; the batch of one row is the token to sample.
+        # They are computed only when prompt logprobs are asked for.
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
-        logits = [batch.float().log_softmax(-1).cpu() for batch in batches if batch.shape[0] > 1]
-        if sum(len(batch) for batch in logits) not in (len(text) - 1, len(text)):
-            raise SystemExit(f"{[tuple(batch.shape) for batch in batches]} are not the logits of {len(text)} tokens")
-        np.save(result_path.with_suffix(".npy"), np.concatenate(logits)[: len(text) - 1])
+        logits = prompt_logits(batches, len(text))
+        np.save(result_path.with_suffix(".npy"), logits.float().log_softmax(-1).cpu().numpy())
     result_path.write_text(json.dumps(result))
 
 
