@@ -91,13 +91,13 @@ def plan_gather(
 
     """
     # Own tokens begin and end anywhere in a page: one page more than they fill holds them all.
-    own = [cdiv(n, PAGE_TOKENS) + 1 for n in query_lens]
+    own = [triton.cdiv(n, PAGE_TOKENS) + 1 for n in query_lens]
     spare = (buffer_pages - sum(own)) // len(own)
     if spare < 0:
         return None
-    most = [max(1, cdiv(n, PAGE_TOKENS)) for n in max_seq_lens]
+    most = [max(1, triton.cdiv(n, PAGE_TOKENS)) for n in max_seq_lens]
     room = [min(n + spare, m) for n, m in zip(own, most, strict=True)]
-    count = max(cdiv(m, n) for n, m in zip(room, most, strict=True))
+    count = max(triton.cdiv(m, n) for n, m in zip(room, most, strict=True))
     offsets = [0, *accumulate(room)]
     places = torch.empty(2, offsets[-1], dtype=torch.int32, pin_memory=seq_lens.is_cuda)
     for r, (begin, pages) in enumerate(zip(offsets, room, strict=False)):
@@ -114,10 +114,6 @@ def plan_gather(
     start_loc[:, 1:] = (tokens[:-1] - tokens[1:]).cumsum(1)
     spans = [Span(edges[i + 1], start_loc[i], max(room) * PAGE_TOKENS) for i in range(count)]
     return GatherPlan(spans, places[0], places[1])
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @triton.jit
