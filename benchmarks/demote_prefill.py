@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attend_decode import microseconds, warm_clocks
+from oscar_vllm.prefill import PrefillBuffers, attend_long
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_prefill import attend_prefill, workspace_shapes
@@ -168,8 +169,9 @@ class Case:
         assert plan is not None
         return plan
 
-    def gather(self, plan: GatherPlan, span: Span, rows: Tensor) -> None:
-        """Write a span to ``rows`` [2, tokens, H, d]."""
+    def gather(self, plan: GatherPlan, span: Span, buffers: PrefillBuffers) -> None:
+        assert buffers.key is not None
+        assert buffers.value is not None
         gather(
             key=self.key,
             value=self.value,
@@ -177,39 +179,28 @@ class Case:
             plan=plan,
             span=span,
             recent=RECENT,
-            key_out=rows[0],
-            value_out=rows[1],
+            key_out=buffers.key,
+            value_out=buffers.value,
         )
 
-    def attend_gathered(self, attention: Callable[..., Any], plan: GatherPlan, rows: Tensor, outs: Tensor) -> Tensor:
-        """Attention of the chunk over all its keys, span by span; ``outs`` [2, T, Hq, d] is overwritten."""
-        from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+    def buffers(self, buffer_pages: int) -> PrefillBuffers:
+        return PrefillBuffers.allocate(self.query, num_kv_heads=KV_HEADS, gather_pages=buffer_pages)
 
-        out, part = outs
-        lse = None
-        for span in plan.spans:
-            self.gather(plan, span, rows)
-            _, part_lse, *_ = attention(
-                q=self.query,
-                k=rows[0],
-                v=rows[1],
-                max_seqlen_q=self.longest,
-                cu_seqlens_q=self.query_start_loc,
-                max_seqlen_k=span.max_tokens,
-                cu_seqlens_k=span.start_loc,
-                softmax_scale=HEAD_SIZE**-0.5,
-                causal=lse is None,
-                return_softmax_lse=True,
-                fa_version=3,
-                out=out if lse is None else part,
-            )
-            if lse is None:
-                lse = part_lse
-            else:
-                merged = torch.empty_like(lse)
-                merge_attn_states(out, part, part_lse, out, lse, merged)
-                lse = merged
-        return out
+    def attend_gathered(self, plan: GatherPlan, buffers: PrefillBuffers, out: Tensor) -> None:
+        """Attention of the chunk over all its keys, as the backend goes about it."""
+        attend_long(
+            self.query,
+            self.key,
+            self.value,
+            batch=self.cache(),
+            plan=plan,
+            prefill="exact",
+            scale=HEAD_SIZE**-0.5,
+            recent=RECENT,
+            max_query_len=self.longest,
+            buffers=buffers,
+            out=out,
+        )
 
 
 def check_demote(variant: Variant, device: str) -> float:
@@ -244,12 +235,14 @@ def check_prefill(variant: Variant, device: str) -> float:
     return worst if worst == worst else float("inf")
 
 
-def check_gathered(attention: Callable[..., Any], device: str) -> float:
-    """Worst error of a row of `gather` and FlashAttention in two spans, relative to the row's norm."""
+def check_gathered(device: str) -> float:
+    """Worst error of a row of `gather` and FlashAttention in several spans, relative to the row's norm."""
     case = Case([(3000, 300), (700, 550)], device)
-    plan = case.plan(20)
-    rows = case.key.new_full((2, plan.rows, KV_HEADS, HEAD_SIZE), torch.nan)
-    out = case.attend_gathered(attention, plan, rows, torch.stack([case.query, case.query]))
+    buffers, out = case.buffers(20), torch.empty_like(case.query)
+    for buffer in (buffers.key, buffers.value):
+        assert buffer is not None
+        buffer.fill_(torch.nan)
+    case.attend_gathered(case.plan(20), buffers, out)
     expected, _ = reference.attend(
         case.query, case.key, case.value, **case.cache(), scale=HEAD_SIZE**-0.5, recent=RECENT
     )
@@ -272,13 +265,11 @@ def time_prefill(case: Case, variant: Variant) -> float:
     return microseconds([lambda: case.attend(variant, outputs)], repeats=3)
 
 
-def time_gathered(case: Case, attention: Callable[..., Any], buffer_pages: int) -> tuple[float, float]:
+def time_gathered(case: Case, buffer_pages: int) -> tuple[float, float]:
     """Microseconds of gathering context and chunk, attending and merging, and of gathering alone."""
-    plan = case.plan(buffer_pages)
-    rows = case.key.new_empty(2, plan.rows, KV_HEADS, HEAD_SIZE)
-    outs = torch.stack([case.query, case.query])
-    alone = microseconds([lambda: [case.gather(plan, span, rows) for span in plan.spans]], repeats=3)
-    return microseconds([lambda: case.attend_gathered(attention, plan, rows, outs)], repeats=3), alone
+    plan, buffers, out = case.plan(buffer_pages), case.buffers(buffer_pages), torch.empty_like(case.query)
+    alone = microseconds([lambda: [case.gather(plan, span, buffers) for span in plan.spans]], repeats=3)
+    return microseconds([lambda: case.attend_gathered(plan, buffers, out)], repeats=3), alone
 
 
 def time_paged_flash(case: Case, attention: Callable[..., Any], length: int) -> float:
@@ -353,7 +344,7 @@ def run(
                 raise RuntimeError(f"variant {variant.name!r} is wrong by {error:.2e}; nothing is timed")
     attention = flash_attention() if flash else None
     if attention is not None:
-        error = check_gathered(attention, device)
+        error = check_gathered(device)
         print(f"check_gathered: {error:.1e}", flush=True)
         if not error <= MAX_GATHERED_ERROR:
             raise RuntimeError(f"gathered attention is wrong by {error:.2e}; nothing is timed")
@@ -389,7 +380,7 @@ def run(
             continue
         whole = 4 * (CHUNK * context + CHUNK * (CHUNK + 1) // 2) * QUERY_HEADS * HEAD_SIZE
         for pages in BUFFER_PAGES if context else []:
-            time, alone = time_gathered(case, attention, pages)
+            time, alone = time_gathered(case, pages)
             record("gather + FA3", shape, f"{pages} pages", time, tflops=whole / time * 1e-6)
             record("gather", shape, f"{pages} pages", alone)
         time = time_paged_flash(case, attention, context + CHUNK)

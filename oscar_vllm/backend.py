@@ -302,16 +302,15 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.workspace: DecodeWorkspace
 
     def attach(self, layer_name: str) -> None:
-        """Take the layer's codec; called once the layer knows its name. A layer sharing another's cache uses its codec.
+        """Take the layer's codec; called once the layer knows its name.
 
         Raises:
             OscarArtifactError: the artifact does not fit this layer.
 
         """
-        owner = self.kv_sharing_target_layer_name or layer_name
-        self.window_name = owner + WINDOW_SUFFIX
+        self.window_name = layer_name + WINDOW_SUFFIX
         self.codec = self.loaded_codec = self.settings.codec(
-            extract_layer_index(owner),
+            extract_layer_index(layer_name),
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             tp_size=get_tensor_model_parallel_world_size(),
@@ -413,11 +412,12 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
-        query, key, value = self._padded(query), self._padded(key), self._padded(value)
+        query = self._padded(query)
         attended = output if output.shape == query.shape else output.new_empty(query.shape)
         if attn_metadata is None:  # memory profiling: hold what a prefill of this many tokens holds
+            held: list[Any] = [self._padded(key), self._padded(value)]
             if self.uses_kernels:
-                self._prefill_buffers(query, gathered=True)
+                held.append(self._prefill_buffers(query, gathered=True))
             return output.fill_(0)
         self._attend(query, key, value, kv_cache, attn_metadata, attended)
         if attended is not output:
@@ -434,7 +434,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         metadata: OscarMetadata,
         output: torch.Tensor,
     ) -> None:
-        """`forward` for heads as large as the pages'."""
+        """`forward` for queries and outputs with heads as large as the pages'."""
         if not self.uses_kernels:
             self._attend_reference(query, key, value, kv_cache, metadata, output)
             return
@@ -496,18 +496,20 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """
         tokens = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
         batch = self._batch(kv_cache, metadata, slice(metadata.num_decodes, metadata.num_reqs))
+        buffers = None
+        if metadata.prefill_reads_cache:
+            buffers = self._prefill_buffers(query[tokens], gathered=metadata.gather is not None)
         return attend_long(
             query[tokens],
-            key[tokens],
-            value[tokens],
+            self._padded(key[tokens]),
+            self._padded(value[tokens]),
             batch=batch | {"query_start_loc": metadata.prefill_query_start_loc},
             plan=metadata.gather,
-            reads_cache=metadata.prefill_reads_cache,
             prefill=self.settings.options.prefill,
             scale=self.scale,
             recent=self.settings.recent,
             max_query_len=metadata.max_query_len,
-            buffers=self._prefill_buffers(query[tokens], gathered=metadata.gather is not None),
+            buffers=buffers,
             out=output[tokens],
         )
 
@@ -528,8 +530,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         tokens = metadata.num_actual_tokens
         attended, lse = reference.attend(
             query[:tokens],
-            key[:tokens],
-            value[:tokens],
+            self._padded(key[:tokens]),
+            self._padded(value[:tokens]),
             **self._batch(kv_cache, metadata),
             scale=self.scale,
             recent=self.settings.recent,

@@ -71,12 +71,11 @@ def attend_long(
     *,
     batch: dict[str, Any],
     plan: GatherPlan | None,
-    reads_cache: bool,
     prefill: Prefill,
     scale: float,
     recent: int,
     max_query_len: int,
-    buffers: PrefillBuffers,
+    buffers: PrefillBuffers | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of requests with many tokens in the step (`triton_ops.reference.attend`).
@@ -88,12 +87,11 @@ def attend_long(
         batch: ``pages``, ``windows``, ``page_table``, ``window_table``, ``query_start_loc`` (from 0), ``seq_lens``,
             ``codec``, ``layout`` and ``sink`` of these requests, as the kernels' launchers name them.
         plan: how `gather` goes about it, or None to read pages in place.
-        reads_cache: whether a request has earlier tokens.
         prefill: ``"exact"`` or ``"invariant"``; a plan needs ``"exact"``.
         scale: softmax scale.
         recent: recent tokens.
         max_query_len: most tokens of a request in the step.
-        buffers: scratch memory.
+        buffers: scratch memory; None where no request has earlier tokens.
         out: [T, Hq, d] written.
 
     Returns:
@@ -117,6 +115,7 @@ def attend_long(
         return total
 
     if plan is not None:
+        assert buffers is not None
         assert buffers.key is not None
         assert buffers.value is not None
         lse: torch.Tensor | None = None
@@ -152,7 +151,7 @@ def attend_long(
         window_size=[recent - 1, 0] if prefill == "invariant" else None,
         out=out,
     )
-    if not reads_cache:
+    if buffers is None:
         return lse
     attend_prefill(
         query=query,

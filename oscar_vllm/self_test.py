@@ -354,7 +354,6 @@ class _SelfTest:
                 value,
                 batch=self.arguments(True, step),
                 plan=plan,
-                reads_cache=True,
                 prefill=layer.prefill,
                 scale=layer.scale,
                 recent=layer.recent,
