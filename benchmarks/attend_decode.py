@@ -29,7 +29,7 @@ from triton_ops.attend_decode import (
 )
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
-from triton_ops.prepare import matrix_pairs, prepare_query
+from triton_ops.prepare import QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule
 
 HEAD_SIZE, KV_HEADS, SINK, RECENT, BLOCK = 128, 8, 64, 256, 16
@@ -54,16 +54,14 @@ class Variant:
     Attributes:
         name: for the table.
         pdl: programmatic dependent launch, default: where the GPU can.
-        pairs: prepare the query with `matrix_pairs`.
 
     """
 
     name: str = "shipped"
     pdl: bool | None = None
-    pairs: bool = False
 
 
-VARIANTS = [Variant(), Variant("no pdl", pdl=False), Variant("stored pairs", pairs=True)]
+VARIANTS = [Variant(), Variant("no pdl", pdl=False)]
 """Launch choices to compare, the shipped one first."""
 
 
@@ -84,7 +82,7 @@ class Cache:
         window_shape = (window_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
         self.windows = torch.randn(window_shape, device=device, generator=generator, dtype=torch.bfloat16)
         self.codec = self._codec(device)
-        self.pairs = matrix_pairs(self.codec)
+        self.matrix = QueryMatrix.of(self.codec)
         self.device = device
 
     @staticmethod
@@ -164,12 +162,12 @@ class Batch:
         prepare_query(
             query=self.query,
             codec=self.cache.codec,
+            matrix=self.cache.matrix,
             grid=self.grid,
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             scale=HEAD_SIZE**-0.5,
             prepared=self.workspace.prepared,
-            pairs=self.cache.pairs if self.variant.pairs else None,
             launch_pdl=self.variant.pdl,
         )
 

@@ -57,7 +57,7 @@ from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
 from triton_ops.gather import GatherPlan, plan_gather
 from triton_ops.layout import PAGE_TOKENS, SERVED_HEAD_SIZES, PageLayout
-from triton_ops.prepare import prepare_query
+from triton_ops.prepare import QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule
 
 
@@ -300,6 +300,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.loaded_codec: LayerCodec
         self.window_name: str
         self.workspace: DecodeWorkspace
+        self.query_matrix: QueryMatrix
 
     def attach(self, layer_name: str) -> None:
         """Take the layer's codec; called once the layer knows its name.
@@ -324,9 +325,12 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """
         if self.codec is self.loaded_codec:
             self.codec = self.loaded_codec.to(current_platform.device_type)
+            if self.uses_kernels:
+                self.query_matrix = QueryMatrix.of(self.codec)
         for (_, tensor), (_, loaded) in zip(self.codec.tensors(), self.loaded_codec.tensors(), strict=True):
             tensor.copy_(loaded)
         if self.uses_kernels:
+            self.query_matrix.copy_(QueryMatrix.of(self.codec))
             self.workspace = _decode_workspace(
                 self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.layout.head_size
             )
@@ -460,6 +464,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         prepare_query(
             query=query[:tokens],
             codec=self.codec,
+            matrix=self.query_matrix,
             grid=schedule.grid,
             query_start_loc=batch["query_start_loc"],
             seq_lens=batch["seq_lens"],

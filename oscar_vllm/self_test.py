@@ -43,7 +43,7 @@ from triton_ops.codec import LayerCodec
 from triton_ops.demote import demote
 from triton_ops.gather import GatherPlan, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
-from triton_ops.prepare import MAX_INTEGER, prepare_query
+from triton_ops.prepare import MAX_INTEGER, QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule
 
 logger = logging.getLogger(__name__)
@@ -476,10 +476,12 @@ class _SelfTest:
                 recent=layer.recent,
                 **metadata,
             )
+            matrix = QueryMatrix.of(self.device_codec)
             for output, output_lse in ((exact, lse), (served, None)):
                 prepare_query(
                     query=query,
                     codec=self.device_codec,
+                    matrix=matrix,
                     grid=grid,
                     scale=layer.scale,
                     prepared=workspace.prepared,

@@ -4,7 +4,7 @@
 Pages are read as raw codes, so everything that is not a code is moved to the query side. For query row q of KV head h
 (natural units; c are codes 0..3, s_t and z_t the token's scale and zero, mu the page's mean key)::
 
-    weights   w = q @ key_query[h]                       [d], 24 bits: offsets cancel, so TF32 alone is not enough
+    weights   w = q @ key_query[h]                       [d], 22 bits: offsets cancel, so 11 alone are not enough
     integers  n_slot = floor(w_slot / (u * f_slot) + 1/2), u = max |w / f| / 32500, f_slot = 1 or 4
     logit     page:  s_t * u * (sum f n c - 1.5 sum f n) + q . mu
               token: u * (s_t * sum f n c + z_t * sum f n) + q . key_mean[h]
@@ -39,6 +39,7 @@ stream, whatever comes before and after:
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -59,8 +60,8 @@ LOG2_E = math.log2(math.e)
 
 
 def matrix_step(head_size: int) -> int:
-    """Rows of the matrix a program loads at a time: all of them, 64 KiB, up to head size 128."""
-    return head_size if head_size <= 128 else 32
+    """Rows of the matrix a program multiplies with at a time: all of them up to head size 128."""
+    return head_size if head_size <= 128 else 64
 
 
 @functools.cache
@@ -88,26 +89,31 @@ class PreparedQuery:
 
 
 @dataclass(frozen=True)
-class MatrixPairs:
-    """A codec's ``key_query`` as sums of two float16 matrices, 22 bits; see `matrix_pairs`.
+class QueryMatrix:
+    """A codec's ``key_query`` as sums of two float16 matrices, 22 bits, made once per layer.
 
     Attributes:
         halves: [H, 2, d, d] float16, the high, then the low parts of ``key_query / unit``.
-        unit: [H] float32, the power of two that brings the head's largest element to 1024..2048.
+        unit: [H, d] float32, the power of two that brings a column's largest element to 1024..2048.
 
     """
 
     halves: Tensor
     unit: Tensor
 
+    @classmethod
+    def of(cls, codec: LayerCodec) -> "QueryMatrix":
+        """The matrix of a codec, on its device."""
+        largest = codec.key_query.abs().amax(1).clamp(min=1e-20)
+        unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 11)
+        scaled = codec.key_query / unit[:, None]
+        high = scaled.half()
+        return cls(torch.stack([high, (scaled - high.float()).half()], 1), unit)
 
-def matrix_pairs(codec: LayerCodec) -> MatrixPairs:
-    """The matrix of `prepare_query`'s ``pairs``, made once per layer. Head sizes 64 and 128."""
-    largest = codec.key_query.abs().amax((1, 2)).clamp(min=1e-20)
-    unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 11)
-    scaled = codec.key_query / unit[:, None, None]
-    high = scaled.half()
-    return MatrixPairs(torch.stack([high, (scaled - high.float()).half()], 1), unit)
+    def copy_(self, other: "QueryMatrix") -> None:
+        """Take the values of another matrix, in place."""
+        self.halves.copy_(other.halves)
+        self.unit.copy_(other.unit)
 
 
 @triton.jit
@@ -118,13 +124,14 @@ def prefetch(address):
     )
 
 
-@triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests"])
-def _prepare_kernel(
+@triton.jit
+def prepare_rows(
+    head,
+    program,
     query_ptr,
-    key_query_ptr,
-    key_mean_ptr,
     halves_ptr,
     unit_ptr,
+    key_mean_ptr,
     query_start_ptr,
     seq_lens_ptr,
     fragments_ptr,
@@ -144,11 +151,9 @@ def _prepare_kernel(
     MAX_INTEGER: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    program = tl.program_id(1)
+    """Rows ``program * PROGRAM_ROWS`` and on, counted over blocks, of one KV head; waits before it reads the query."""
     m = tl.arange(0, PROGRAM_ROWS)
     block = program * (PROGRAM_ROWS // ROWS) + m // ROWS
     request = block // ROW_BLOCKS
@@ -159,14 +164,10 @@ def _prepare_kernel(
     queries = tl.minimum(queries, tl.load(seq_lens_ptr + request, mask=exists, other=0))
     slot = tl.arange(0, HEAD_SIZE)
     k = tl.arange(0, STEP)
-    matrix = key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
+    halves = halves_ptr + head * 2 * HEAD_SIZE * HEAD_SIZE
     if PDL:
         # The matrix comes as far as the L2 cache meanwhile.
-        line = tl.arange(0, HEAD_SIZE * HEAD_SIZE // 32) * 32
-        if PAIRS:
-            prefetch((halves_ptr + 2 * (head * HEAD_SIZE * HEAD_SIZE + line)).to(tl.int64))
-        else:
-            prefetch((key_query_ptr + head * HEAD_SIZE * HEAD_SIZE + line).to(tl.int64))
+        prefetch((halves + tl.arange(0, HEAD_SIZE * HEAD_SIZE // 32) * 64).to(tl.int64))
         gdc_wait()
         gdc_launch_dependents()
     valid = row < queries * GROUP
@@ -176,18 +177,19 @@ def _prepare_kernel(
     largest = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-20)
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0009765625
     plain = (q / power[:, None]).to(tl.float16)
-    if PAIRS:
-        halves = halves_ptr + head * 2 * HEAD_SIZE * HEAD_SIZE + k[:, None] * HEAD_SIZE + slot[None, :]
+    halves += k[:, None] * HEAD_SIZE + slot[None, :]
+    if STEP == HEAD_SIZE:
         high = tl.load(halves)
         low = tl.load(halves + HEAD_SIZE * HEAD_SIZE)
-        weights = tl.dot(plain, high, tl.dot(plain, low)) * (power * tl.load(unit_ptr + head))[:, None]
-    elif STEP == HEAD_SIZE:
-        weights = tl.dot(q, tl.load(matrix), input_precision="tf32x3")
+        weights = tl.dot(plain, high, tl.dot(plain, low))
     else:
         weights = tl.zeros([PROGRAM_ROWS, HEAD_SIZE], tl.float32)
-        for at in tl.range(0, HEAD_SIZE, STEP, num_stages=3):
+        for at in tl.range(0, HEAD_SIZE, STEP):
             x = tl.load(source[:, None] + (at + k)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-            weights = tl.dot(x, tl.load(matrix + at * HEAD_SIZE), weights, input_precision="tf32x3")
+            x = (x / power[:, None]).to(tl.float16)
+            weights = tl.dot(x, tl.load(halves + (HEAD_SIZE + at) * HEAD_SIZE), weights)
+            weights = tl.dot(x, tl.load(halves + at * HEAD_SIZE), weights)
+    weights *= power[:, None] * tl.load(unit_ptr + head * HEAD_SIZE + slot)[None, :]
 
     plane = slot // 32
     weight = tl.where(plane % 2 == 1, 4, 1)
@@ -216,36 +218,62 @@ def _prepare_kernel(
         tl.store(plain_ptr + at, plain, mask=stored)
 
 
-def prepare_query(
+@triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests"])
+def _prepare_kernel(
+    query_ptr,
+    halves_ptr,
+    unit_ptr,
+    key_mean_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    fragments_ptr,
+    plain_ptr,
+    sums_ptr,
+    factors_ptr,
+    query_stride_token,
+    query_stride_head,
+    num_requests,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    TOKEN_ZERO: tl.constexpr,
+    MAX_INTEGER: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    prepare_rows(
+        tl.program_id(0), tl.program_id(1), query_ptr, halves_ptr, unit_ptr, key_mean_ptr, query_start_ptr,
+        seq_lens_ptr, fragments_ptr, plain_ptr, sums_ptr, factors_ptr, query_stride_token, query_stride_head,
+        num_requests, scale_log2,
+        GROUP, HEADS, HEAD_SIZE, ROWS, ROW_BLOCKS, TOKEN_ZERO, MAX_INTEGER, PROGRAM_ROWS, STEP, PDL,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrepareLaunch:
+    """How a launch prepares queries: programs for each KV head, then the kernel's arguments."""
+
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def prepare_launch(
     *,
     query: Tensor,
     codec: LayerCodec,
+    matrix: QueryMatrix,
     grid: DecodeGrid,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
     prepared: PreparedQuery,
-    launch_pdl: bool | None = None,
-    pairs: MatrixPairs | None = None,
-) -> None:
-    """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
-
-    Args:
-        query: [T, H * G, d] bfloat16 or float16 after RoPE, any strides with a contiguous last axis.
-        codec: the layer's codec, on the same device.
-        grid: from `triton_ops.schedule.decode_grid`.
-        query_start_loc: [R + 1] int32.
-        seq_lens: [R] int32.
-        scale: softmax scale.
-        prepared: allocated for at least this grid.
-        launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
-        pairs: from `matrix_pairs` of this codec: multiply by two float16 matrices, exact in the query, instead of by
-            three TF32 products. Head sizes 64 and 128.
-
-    Raises:
-        ValueError: the query's shape does not fit the codec, ``prepared`` is too small, or ``pairs`` at head size 256.
-
-    """
+) -> PrepareLaunch:
+    """Check `prepare_query`'s arguments and put them in the order of `prepare_rows`, behind head and program."""
     heads, d = codec.num_kv_heads, codec.head_size
     group, rest = divmod(query.shape[1], heads)
     if rest or query.shape[2] != d or query.stride(2) != 1:
@@ -254,22 +282,15 @@ def prepare_query(
         )
     if grid.row_blocks * grid.rows < group or grid.row_blocks * grid.rows >= MAX_QUERY_LEN * group + grid.rows:
         raise ValueError(f"the grid {grid} is not for {group} query heads per KV head")
-    if pairs is not None and matrix_step(d) != d:
-        raise ValueError(f"float16 pairs are for head sizes 64 and 128, not {d}")
     blocks = grid.requests * grid.row_blocks
     needed = blocks * heads * grid.rows * d
     if needed > prepared.plain.numel():
         raise ValueError(f"the workspace holds {prepared.plain.numel()} elements, this step needs {needed}")
-    if blocks == 0:
-        return
-    launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
-    options = {"launch_pdl": True} if launch_pdl else {}
-    _prepare_kernel[(heads, triton.cdiv(blocks * grid.rows, PROGRAM_ROWS))](
+    arguments = (
         query,
-        codec.key_query,
+        matrix.halves,
+        matrix.unit,
         codec.key_mean,
-        None if pairs is None else pairs.halves,
-        None if pairs is None else pairs.unit,
         query_start_loc,
         seq_lens,
         prepared.fragments,
@@ -280,17 +301,64 @@ def prepare_query(
         query.stride(1),
         grid.requests,
         scale * LOG2_E,
-        GROUP=group,
-        HEADS=heads,
-        HEAD_SIZE=d,
-        ROWS=grid.rows,
-        ROW_BLOCKS=grid.row_blocks,
-        TOKEN_ZERO=codec.zero == "token",
-        MAX_INTEGER=MAX_INTEGER,
-        PROGRAM_ROWS=PROGRAM_ROWS,
-        STEP=matrix_step(d),
-        PAIRS=pairs is not None,
-        PDL=launch_pdl,
-        num_warps=WARPS,
-        **options,
+    )
+    constants = {
+        "GROUP": group,
+        "HEADS": heads,
+        "HEAD_SIZE": d,
+        "ROWS": grid.rows,
+        "ROW_BLOCKS": grid.row_blocks,
+        "TOKEN_ZERO": codec.zero == "token",
+        "MAX_INTEGER": MAX_INTEGER,
+        "PROGRAM_ROWS": PROGRAM_ROWS,
+        "STEP": matrix_step(d),
+    }
+    return PrepareLaunch(triton.cdiv(blocks * grid.rows, PROGRAM_ROWS), arguments, constants)
+
+
+def prepare_query(
+    *,
+    query: Tensor,
+    codec: LayerCodec,
+    matrix: QueryMatrix,
+    grid: DecodeGrid,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    prepared: PreparedQuery,
+    launch_pdl: bool | None = None,
+) -> None:
+    """Fill ``prepared`` for one layer: one launch, CUDA-graph safe.
+
+    Args:
+        query: [T, H * G, d] bfloat16 or float16 after RoPE, any strides with a contiguous last axis.
+        codec: the layer's codec, on the same device.
+        matrix: `QueryMatrix.of` this codec; products with a query are exact, sums float32.
+        grid: from `triton_ops.schedule.decode_grid`.
+        query_start_loc: [R + 1] int32.
+        seq_lens: [R] int32.
+        scale: softmax scale.
+        prepared: allocated for at least this grid.
+        launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
+
+    Raises:
+        ValueError: the query's shape does not fit the codec, or ``prepared`` is too small.
+
+    """
+    launch = prepare_launch(
+        query=query,
+        codec=codec,
+        matrix=matrix,
+        grid=grid,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        scale=scale,
+        prepared=prepared,
+    )
+    if launch.programs == 0:
+        return
+    pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
+    options = {"launch_pdl": True} if pdl else {}
+    _prepare_kernel[(codec.num_kv_heads, launch.programs)](
+        *launch.arguments, **launch.constants, PDL=pdl, num_warps=WARPS, **options
     )

@@ -18,7 +18,7 @@ from triton_ops.attend_decode import (
 )
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
-from triton_ops.prepare import MAX_INTEGER, prepare_query
+from triton_ops.prepare import MAX_INTEGER, QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule, decode_grid
 
 # Beside rounding in float32, 14-bit probabilities times value scale: relative to the norm of a row's output.
@@ -113,7 +113,10 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
         **metadata,
     )
     scale = d**-0.5
-    prepare_query(query=query, codec=codec, grid=grid, scale=scale, prepared=workspace.prepared, **metadata)
+    matrix = QueryMatrix.of(codec)
+    prepare_query(
+        query=query, codec=codec, matrix=matrix, grid=grid, scale=scale, prepared=workspace.prepared, **metadata
+    )
     output = torch.full((tokens, query_heads, d), torch.nan, device=device)
     lse = torch.full((query_heads, tokens), torch.nan, device=device)
     attend_decode(

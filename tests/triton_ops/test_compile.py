@@ -89,7 +89,15 @@ def launches(name: str, head_size: int, zero: str) -> list[tuple[Any, tuple, dic
         splits.update(
             grid=grid, window_table=tables["window_table"], window_block_size=16, sink=64, recent=256, **metadata
         )
-        prepare.prepare_query(query=query, codec=codec, grid=grid, scale=0.1, prepared=workspace.prepared, **metadata)
+        prepare.prepare_query(
+            query=query,
+            codec=codec,
+            matrix=prepare.QueryMatrix.of(codec),
+            grid=grid,
+            scale=0.1,
+            prepared=workspace.prepared,
+            **metadata,
+        )
         attend_decode.attend_decode(
             query=query,
             **cache,

@@ -96,7 +96,7 @@ def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dic
     )
 
 
-def compile_prepare(requests: int, head_size: int, zero: str, capability: int, pairs: bool = False) -> dict[str, int]:
+def compile_prepare(requests: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
     from triton_ops import prepare
 
     constants = {
@@ -109,15 +109,10 @@ def compile_prepare(requests: int, head_size: int, zero: str, capability: int, p
         "MAX_INTEGER": prepare.MAX_INTEGER,
         "PROGRAM_ROWS": prepare.PROGRAM_ROWS,
         "STEP": prepare.matrix_step(head_size),
-        "PAIRS": pairs,
         "PDL": capability >= 90,
     }
-    pointers = {"query": "bf16", "key_query": "fp32", "key_mean": "fp32", "query_start": "i32", "seq_lens": "i32"}
-    pointers |= {"fragments": "i8", "plain": "fp16", "sums": "i32", "factors": "fp32"}
-    if pairs:
-        pointers |= {"halves": "fp16", "unit": "fp32"}
-    else:
-        constants |= {"halves_ptr": None, "unit_ptr": None}
+    pointers = {"query": "bf16", "halves": "fp16", "unit": "fp32", "key_mean": "fp32", "query_start": "i32"}
+    pointers |= {"seq_lens": "i32", "fragments": "i8", "plain": "fp16", "sums": "i32", "factors": "fp32"}
     return compiled_usage(
         prepare._prepare_kernel, pointers, constants, capability=capability, warps=prepare.WARPS, registers=None
     )
@@ -192,9 +187,9 @@ def test_little_is_spilled_on_sm90(kernel):
 
 
 @pytest.mark.slow
-def test_prepare_in_pairs_leaves_registers_on_sm90():
+def test_prepare_leaves_registers_on_sm90():
     """The programs of attend start beside it: 8 warps of 64 registers are a quarter of a multiprocessor's."""
-    (used,) = in_a_process("prepare", [(1, 128, "page", 90, True)])
+    (used,) = in_a_process("prepare", [(1, 128, "page", 90)])
     assert used["registers"] <= 80, used
     assert used["stack"] == 0, used
 
@@ -205,8 +200,6 @@ def test_other_architectures_compile(capability):
     assert len(in_a_process("attend", [(4, 128, "page", capability), (8, 64, "token", capability)])) == 2
     for kernel in ("prepare", "merge"):
         variants: list = [(1, 128, "page", capability), (8, 256, "token", capability)]
-        if kernel == "prepare":
-            variants += [(1, d, "page", capability, True) for d in (64, 128)]
         for used in in_a_process(kernel, variants):
             assert used["shared"] <= MAX_SHARED, (kernel, used)
 
