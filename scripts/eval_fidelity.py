@@ -13,12 +13,14 @@ the harness's own rounding), ``naive`` (INT2 without rotation or clipping), ``ha
 and 0.92), and those of fidelity_baselines.py. ``--artifact NAME=DIR`` adds a calibrated one.
 
 Texts that calibration does not use: ``manual`` (Python's own manual, `pydoc_data.topics`), ``code`` (modules of
-Python's standard library), a UTF-8 file, or a folder of HTML pages.
+Python's standard library), a UTF-8 file, or a folder of HTML pages. Retrieval takes several, commas between.
 
 ``--engine transformers`` quantizes inside transformers' attention function with the server's own reference ops;
 ``--engine vllm`` scores the same windows in vLLM through the plugin (prefill "invariant", one engine process per
 configuration), for the configurations that the plugin serves. ``--layers`` adds each layer's own errors
-(fidelity_layers.py), ``--retrieval`` finds needles instead of scoring text (fidelity_retrieval.py).
+(fidelity_layers.py). ``--retrieval`` finds needles instead of scoring text (fidelity_retrieval.py), ``--exact-match``
+answers small tasks (fidelity_exact_match.py); both count right answers, paired with the exact model's
+(fidelity_answers.py).
 """
 
 import argparse
@@ -47,10 +49,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import fidelity_answers
 import fidelity_engine
+import fidelity_exact_match
 import fidelity_layers
 import fidelity_retrieval
 from fidelity_baselines import BASELINES, bits_per_element
+from fidelity_retrieval import integers
 
 from calib.capture import AttentionCall, intercept_attention
 from calib.simulate import Segments, Store, page_store, segmented_attention
@@ -293,7 +298,7 @@ def first_position(segments: Segments) -> int:
 
 def log_probabilities(model: PreTrainedModel, window: Tensor, first: int) -> Tensor:
     """[n, vocabulary] float32 log-probabilities of the tokens after positions first, first + 1, …"""
-    positions = torch.arange(first, len(window) - 1)
+    positions = torch.arange(first, len(window) - 1, device=model.device)
     logits = model(window[None].to(model.device), use_cache=False, logits_to_keep=positions).logits
     return logits[0].float().log_softmax(-1)
 
@@ -415,11 +420,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--csv",
         type=Path,
-        help="append rows to this file; those of --layers and --retrieval go to "
-        "files beside it whose names end in _layers and _retrieval",
+        help="append rows to this file; those of --layers, of --retrieval and of answers go to "
+        "files beside it whose names end in _layers, _retrieval and _answers",
     )
     parser.add_argument("--layers", action="store_true", help="also each layer's attention KL and output error")
+    parser.add_argument("--trials", type=int, default=4, help="prompts per seed, length and text (%(default)s)")
+    parser.add_argument("--seeds", type=integers, default=[0], help="of prompts, commas between (0)")
+    parser.add_argument("--batch", type=int, default=1, help="prompts read at a time (%(default)s)")
     fidelity_retrieval.add_arguments(parser)
+    fidelity_exact_match.add_arguments(parser)
     return parser
 
 
@@ -459,14 +468,22 @@ def main() -> None:
     def load_model() -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
 
-    text = read_text(options.text)
     if options.retrieval:
+        texts = {Path(name).name: read_text(name) for name in options.text.split(",")}
         with torch.inference_mode():
-            found = fidelity_retrieval.evaluate(load_model(), tokenizer, text, chosen, segments, options)
-        print(fidelity_retrieval.table(found))
-        record(found, "_retrieval", fidelity_retrieval.FIELDS)
+            by_depth, answers = fidelity_retrieval.evaluate(load_model(), tokenizer, texts, chosen, segments, options)
+        print(fidelity_retrieval.table(by_depth))
+        print(fidelity_answers.table(answers))
+        record(by_depth, "_retrieval", fidelity_retrieval.FIELDS)
+        record(answers, "_answers", fidelity_answers.FIELDS)
         return
-    windows = evaluation_windows(text, tokenizer, options.windows, options.tokens)
+    windows = evaluation_windows(read_text(options.text), tokenizer, options.windows, options.tokens)
+    if options.exact_match:
+        with torch.inference_mode():
+            answers = fidelity_exact_match.evaluate(load_model(), tokenizer, windows, chosen, segments, options)
+        print(fidelity_answers.table(answers))
+        record(answers, "_answers", fidelity_answers.FIELDS)
+        return
     layers = None
     if options.engine == "vllm":
         scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype)

@@ -2,11 +2,10 @@
 """Needles in long texts, for `eval_fidelity.py --retrieval`: can the model still read a fact far back?
 
 A prompt is a stretch of the text with one sentence of the form "The secret number of NAME is 48213." at every depth
-asked for; after it the beginnings of those sentences follow in random order, each with its number. A needle is found if
-greedy decoding would write its number: teacher-forced, every token of the number must be the most likely one. So one
-reading of a prompt scores all depths; one depth alone is the single needle. Names, numbers, order and the stretch of
-text come from the seed; every configuration sees the same prompts. The whole prompt is read through the quantized
-cache, as in the scores, and a depth whose sentence would not lie in history is refused.
+asked for; after it the beginnings of those sentences follow in random order, each with its number. Which numbers the
+model writes is what fidelity_answers.py says. One depth alone is the single needle. Names, numbers, order and the
+stretch of text come from the seed; every configuration sees the same prompts. The whole prompt is read through the
+quantized cache, as in the scores, and a depth whose sentence would not lie in history is refused.
 """
 
 import argparse
@@ -14,12 +13,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import fidelity_answers
 import torch
+from fidelity_answers import Case
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from calib.capture import intercept_attention
 from calib.simulate import Segments
 
 FIELDS = ("model", "configuration", "text", "length", "depth", "needles", "seed", "sink", "recent", "trials", "found",
@@ -39,17 +38,25 @@ class Needle:
     answer: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Haystack:
+    """What a prompt was made from, and its needles in the order of the depths."""
+
+    text: str
+    seed: int
+    needles: list[Needle]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     group = parser.add_argument_group("retrieval")
     group.add_argument("--retrieval", action="store_true", help="needles in the text instead of scores")
-    group.add_argument("--lengths", type=_integers, default=[4096], help="tokens of a prompt, commas between (4096)")
-    group.add_argument("--depths", type=_integers, default=[10, 30, 50, 70, 90], help="percent (10,30,50,70,90)")
-    group.add_argument("--trials", type=int, default=4, help="prompts per length (%(default)s)")
-    group.add_argument("--seed", type=int, default=0, help="names, numbers, stretches of text (%(default)s)")
+    group.add_argument("--lengths", type=integers, default=[4096], help="tokens of a prompt, commas between (4096)")
+    group.add_argument("--depths", type=integers, default=[10, 30, 50, 70, 90], help="percent (10,30,50,70,90)")
 
 
-def _integers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
+    """Of an option like ``1,2,3``."""
     return [int(word) for word in text.split(",")]
 
 
@@ -98,51 +105,66 @@ def prompt(
     return torch.tensor(ids), [needles[i] for i in range(len(depths))]
 
 
-def found(model: PreTrainedModel, ids: Tensor, needles: list[Needle]) -> list[bool]:
-    """For each needle whether greedy decoding writes its answer."""
-    first = min(needle.answer[0] for needle in needles) - 1
-    positions = torch.arange(first, len(ids) - 1)
-    logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=positions).logits[0]
-    right = logits.argmax(-1).cpu() == ids[first + 1 :]
-    return [bool(right[start - first - 1 : end - first - 1].all()) for start, end in (x.answer for x in needles)]
+def cases(
+    tokenizer: Any, texts: dict[str, str], segments: Segments, options: argparse.Namespace
+) -> dict[int, list[tuple[Case, Haystack]]]:
+    """Length -> prompts: ``options.trials`` for each text and seed.
+
+    Raises:
+        SystemExit: a text is too short, or a sentence stands among the exact tokens of its question.
+
+    """
+    depths = sorted(options.depths)
+    made: dict[int, list[tuple[Case, Haystack]]] = {length: [] for length in options.lengths}
+    for name, text in texts.items():
+        filler = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if len(filler) < max(options.lengths):
+            raise SystemExit(f"the text has {len(filler)} tokens, a prompt of {max(options.lengths)} needs more")
+        for length, seed in ((x, y) for x in options.lengths for y in options.seeds):
+            generator = random.Random(f"{seed} {length}")
+            for _ in range(options.trials):
+                ids, needles = prompt(tokenizer, filler, length=length, depths=depths, generator=generator)
+                for depth, needle in zip(depths, needles, strict=True):
+                    if needle.sentence[0] < segments.sink or needle.sentence[1] > needle.answer[0] - segments.recent:
+                        raise SystemExit(
+                            f"at depth {depth} % of {length} tokens a sentence is not in history; choose another"
+                        )
+                case = Case(ids, [needle.answer for needle in needles])
+                made[length].append((case, Haystack(name, seed, needles)))
+    return made
 
 
 def evaluate(
     model: PreTrainedModel,
     tokenizer: Any,
-    text: str,
+    texts: dict[str, str],
     chosen: dict[str, Any],
     segments: Segments,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """One row per configuration, length and depth.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(one row per configuration, length, text, seed and depth; one per configuration and length against exact).
 
     Raises:
-        SystemExit: the text is too short, or a sentence stands among the exact tokens of its question.
+        SystemExit: see `cases`.
 
     """
-    filler = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    if len(filler) < max(options.lengths):
-        raise SystemExit(f"the text has {len(filler)} tokens, a prompt of {max(options.lengths)} needs more")
+    made = cases(tokenizer, texts, segments, options)
     depths = sorted(options.depths)
-    prompts = {}
-    for length in options.lengths:
-        generator = random.Random(f"{options.seed} {length}")
-        prompts[length] = [
-            prompt(tokenizer, filler, length=length, depths=depths, generator=generator) for _ in range(options.trials)
-        ]
-        for depth, needle in ((d, n) for _, needles in prompts[length] for d, n in zip(depths, needles, strict=True)):
-            if needle.sentence[0] < segments.sink or needle.sentence[1] > needle.answer[0] - segments.recent:
-                raise SystemExit(f"at depth {depth} % of {length} tokens a sentence is not in history; choose another")
-    rows = []
-    for length, name in tqdm([(x, y) for x in options.lengths for y in chosen], desc="needles", unit="configuration"):
-        with intercept_attention(model, chosen[name].attention(segments)):
-            hits = [found(model, *case) for case in prompts[length]]
-        for depth, column in zip(depths, zip(*hits, strict=True), strict=True):
-            row = {"configuration": name, "length": length, "depth": depth, "needles": len(depths)}
-            counts = {"trials": options.trials, "found": sum(column), "seed": options.seed}
-            rows.append(row | counts | {"bits": chosen[name].bits})
-    return rows
+    tasks = {length: [case for case, _ in pairs] for length, pairs in made.items()}
+    results = fidelity_answers.score(model, tasks, chosen, segments, options.batch)
+    by_depth = []
+    for length, name in ((x, y) for x in results for y in chosen):
+        hits = results[length][name]
+        for text, seed in dict.fromkeys((haystack.text, haystack.seed) for _, haystack in made[length]):
+            same = [hit for hit, (_, haystack) in zip(hits, made[length], strict=True)
+                    if (haystack.text, haystack.seed) == (text, seed)]  # fmt: skip
+            for depth, column in zip(depths, zip(*same, strict=True), strict=True):
+                row = {"configuration": name, "text": text, "length": length, "depth": depth, "seed": seed}
+                counts = {"needles": len(depths), "trials": len(column), "found": sum(column)}
+                by_depth.append(row | counts | {"bits": chosen[name].bits})
+    seeds = " ".join(map(str, options.seeds))
+    described = {"task": "retrieval", "text": " ".join(texts), "seed": seeds}
+    return by_depth, fidelity_answers.rows(results, lambda length: described | {"length": length}, chosen)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -150,7 +172,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'configuration':24s} {'length':>7s} {'found':>8s}  by depth"]
     for name, length in dict.fromkeys((row["configuration"], row["length"]) for row in rows):
         some = [row for row in rows if row["configuration"] == name and row["length"] == length]
-        share = sum(row["found"] for row in some) / sum(row["trials"] for row in some)
-        depths = "  ".join(f"{row['depth']} %: {row['found']}/{row['trials']}" for row in some)
+        counts: dict[int, tuple[int, int]] = {}
+        for row in some:
+            found, trials = counts.get(row["depth"], (0, 0))
+            counts[row["depth"]] = (found + row["found"], trials + row["trials"])
+        share = sum(found for found, _ in counts.values()) / sum(trials for _, trials in counts.values())
+        depths = "  ".join(f"{depth} %: {found}/{trials}" for depth, (found, trials) in counts.items())
         lines.append(f"{name:24s} {length:7d} {share:8.1%}  {depths}")
     return "\n".join(lines)

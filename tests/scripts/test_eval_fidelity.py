@@ -118,35 +118,139 @@ def test_needles_stand_where_they_should(script):
     assert torch.equal(ids, again)
 
 
-def test_a_found_needle_counts(script, model, monkeypatch):
-    """Rows hold what `found` says, which is what greedy decoding writes."""
-    retrieval = script.fidelity_retrieval
-    chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
-    options = argparse.Namespace(lengths=[1000], depths=[50, 20], trials=2, seed=0)
-    monkeypatch.setattr(retrieval, "found", lambda model, ids, needles: [True, False])
-    with torch.inference_mode():
-        rows = retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
-    assert [(row["configuration"], row["depth"], row["found"], row["needles"]) for row in rows] == [
-        ("bf16", 20, 2, 2), ("bf16", 50, 0, 2), ("hadamard", 20, 2, 2), ("hadamard", 50, 0, 2),
-    ]  # fmt: skip
-    assert "20 %: 2/2  50 %: 0/2" in retrieval.table(rows)
-    monkeypatch.undo()
+def test_an_answer_is_right_if_greedy_decoding_writes_it(script, model):
+    answers = script.fidelity_answers
     with torch.inference_mode():
         ids = torch.tensor(ByteTokenizer()(TEXT * 20, add_special_tokens=False).input_ids)
-        needles = [retrieval.Needle((0, 1), (300, 302)), retrieval.Needle((0, 1), (200, 201))]
+        spans = [(300, 302), (200, 201)]
         for at in (200, 300, 301):
             ids[at] = model(ids[None, :at]).logits[0, -1].argmax()
-        assert retrieval.found(model, ids, needles) == [True, True]
-        ids[301] = (ids[301] + 1) % 256
-        assert retrieval.found(model, ids, needles) == [False, True]
+        wrong = ids.clone()
+        wrong[301] = (ids[301] + 1) % 256
+        right = [answers.Case(ids, spans), answers.Case(wrong, spans[::-1]), answers.Case(ids, spans[1:])]
+        assert answers.right(model, right) == [[True, True], [True, False], [True]]
+
+
+def test_retrieval_counts_answers_by_depth_and_pairs_them_with_the_exact_model(script, model, monkeypatch):
+    retrieval = script.fidelity_retrieval
+    chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
+    options = argparse.Namespace(lengths=[1000], depths=[50, 20], trials=1, seeds=[0, 1], batch=3)
+    results = iter([[[True, True]] * 3, [[True, False]], [[False, True]] * 3, [[False, False]]])
+    monkeypatch.setattr(script.fidelity_answers, "right", lambda model, cases: next(results))
+    with torch.inference_mode():
+        texts = {"a": TEXT * 50, "b": TEXT.upper() * 50}
+        rows, paired = retrieval.evaluate(model, ByteTokenizer(), texts, chosen, SEGMENTS, options)
+    keys = ("configuration", "text", "seed", "depth", "found", "trials")
+    assert [tuple(row[key] for key in keys) for row in rows if row["text"] == "b"] == [
+        ("bf16", "b", 0, 20, 1, 1), ("bf16", "b", 0, 50, 1, 1), ("bf16", "b", 1, 20, 1, 1), ("bf16", "b", 1, 50, 0, 1),
+        ("hadamard", "b", 0, 20, 0, 1), ("hadamard", "b", 0, 50, 1, 1), ("hadamard", "b", 1, 20, 0, 1),
+        ("hadamard", "b", 1, 50, 0, 1),
+    ]  # fmt: skip
+    assert "20 %: 0/4  50 %: 3/4" in retrieval.table(rows)
+    keys = ("configuration", "asked", "right", "exact_right", "lost", "gained", "prompts", "seed", "text")
+    assert [tuple(row[key] for key in keys) for row in paired] == [
+        ("bf16", 8, 7, 7, 0, 0, 4, "0 1", "a b"), ("hadamard", 8, 3, 7, 4, 0, 4, "0 1", "a b"),
+    ]  # fmt: skip
+    assert len(script.fidelity_answers.table(paired).splitlines()) == 3
+
+
+def test_intervals_and_tests_of_known_counts(script):
+    answers = script.fidelity_answers
+    assert answers.wilson(10, 12) == pytest.approx((0.5520, 0.9530), abs=1e-4)
+    assert answers.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert answers.mcnemar(0, 0) == 1.0
+    assert answers.mcnemar(5, 0) == pytest.approx(2 / 32)
+    assert answers.mcnemar(1, 7) == pytest.approx(2 * 9 / 256)
+    row = answers.compare([[True, True], [True, False], [True, False]], [[True, False], [True, False], [True, True]])
+    assert (row["right"], row["exact_right"], row["lost"], row["gained"]) == (4, 4, 1, 1)
+    assert row["difference"] == 0.0
+    # Changes of -1, 0 and 1 answers per prompt: their mean has a standard error of 1 / sqrt(3), of 2 answers each.
+    assert row["difference_high"] == pytest.approx(1.959964 / 3**0.5 / 2, rel=1e-5)
+    assert row["difference_low"] == -row["difference_high"]
+
+
+def test_sums_are_right_and_asked_behind_the_first_page(script):
+    tasks = script.fidelity_exact_match
+    case = tasks.sums(ByteTokenizer(), random.Random(1), first=320, length=2000)
+    assert len(case.ids) == 2000
+    words = bytes(case.ids.tolist()).decode()
+    assert len(case.answers) >= 20
+    assert all(start > 320 for start, _ in case.answers)
+    for start, end in case.answers:
+        sentence = words[:start].splitlines()[-1]
+        a, b = (int(word.strip(".")) for word in sentence.split() if word.strip(".").isdigit())
+        assert int(words[start:end]) == (a - b if "away" in sentence else a + b)
+
+
+def test_a_table_is_asked_for_when_it_lies_in_history(script):
+    tasks = script.fidelity_exact_match
+    case = tasks.lookup(ByteTokenizer(), random.Random(1), segments=SEGMENTS, length=2500)
+    assert len(case.ids) == 2500
+    words = bytes(case.ids.tolist()).decode()
+    table = {line.split(" | ")[0][2:]: line[:-2].split(" | ")[1:] for line in words.splitlines() if "|" in line}
+    assert len(case.answers) == tasks.ROWS
+    for start, end in case.answers:
+        column, _, name, *_ = words[:start].splitlines()[-1].split()
+        assert words[start:end] == " " + table[name][("apples", "pears").index(column)]
+    assert SEGMENTS.sink <= words.index("| name")
+    assert words.rindex("|") <= case.answers[0][0] - SEGMENTS.recent
+    with pytest.raises(SystemExit, match="800 tokens are too few for a table in history"):
+        tasks.lookup(ByteTokenizer(), random.Random(1), segments=SEGMENTS, length=800)
+
+
+def test_lines_are_asked_for_by_halves_and_copies_are_known(script):
+    tasks = script.fidelity_exact_match
+
+    class Decoder(ByteTokenizer):
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode()
+
+    unique = "".join(f"    value_{i} = {i * i}\n" for i in range(30))
+    text = "x" * 70 + "\n    return self.answer\n" + unique + "    return self.answer\n    short\nunfinished line"
+    ids = torch.tensor(Decoder()(text).input_ids)
+    spans = tasks.lines(Decoder(), ids, 200)
+    halves = [text[start:end] for start, end in spans]
+    assert halves[-1] == "lf.answer"  # of the 18 characters behind the indentation 9 are given
+    assert halves.count("lf.answer") == 1  # the first of the two lines is no question
+    assert all(start > 200 and "\n" not in half for (start, _), half in zip(spans, halves, strict=True))
+    assert [tasks.repeated(ids, span, SEGMENTS) for span in spans].count(True) == 1
+    assert tasks.repeated(ids, spans[-1], SEGMENTS)
+    assert not tasks.repeated(ids, spans[-1], Segments(sink=64, recent=1024))
+    assert not tasks.repeated(ids, spans[-1], Segments(sink=128, recent=128))
+
+
+def test_tasks_become_cases_of_one_length(script, model):
+    tasks = script.fidelity_exact_match
+
+    class Decoder(ByteTokenizer):
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode()
+
+    options = argparse.Namespace(tasks="sums,lookup,code", seeds=[0, 1], trials=2, tokens=2500, batch=2, text="code")
+    windows = script.evaluation_windows(script.read_text("code")[:20000], Decoder(), 2, 2500)
+    made = tasks.cases(Decoder(), windows, SEGMENTS, options)
+    assert {task: len(cases) for task, cases in made.items()} == {"sums": 4, "lookup": 4, "code": 2}
+    assert {len(case.ids) for cases in made.values() for case in cases} == {2500}
+    assert len({bytes(case.ids.tolist()) for case in made["sums"]}) == 4
+    options.tasks = "sums"
+    with torch.inference_mode():
+        chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
+        rows = tasks.evaluate(model, Decoder(), windows, chosen, SEGMENTS, options)
+    assert [(row["configuration"], row["task"], row["difference"]) for row in rows[:1]] == [("bf16", "sums", 0.0)]
+    assert rows[1]["asked"] == rows[0]["asked"] == sum(len(case.answers) for case in made["sums"])
+    options.tasks = "prose"
+    with pytest.raises(SystemExit, match="task 'prose' is unknown; use sums, lookup, code, repeats"):
+        tasks.cases(Decoder(), windows, SEGMENTS, options)
+    options.tasks = "repeats"
+    with pytest.raises(SystemExit, match="repeats: 2500 tokens hold no question"):
+        tasks.cases(Decoder(), [torch.full((2500,), ord("x"))], SEGMENTS, options)
 
 
 @pytest.mark.parametrize("depth", [1, 95])
-def test_a_needle_among_the_exact_tokens_is_refused(script, model, depth):
-    chosen = script.configurations(["bf16"], {}, model.config, SEGMENTS)
-    options = argparse.Namespace(lengths=[1000], depths=[depth], trials=1, seed=0)
+def test_a_needle_among_the_exact_tokens_is_refused(script, depth):
+    options = argparse.Namespace(lengths=[1000], depths=[depth], trials=1, seeds=[0])
     with pytest.raises(SystemExit, match=f"at depth {depth} % of 1000 tokens a sentence is not in history"):
-        script.fidelity_retrieval.evaluate(model, ByteTokenizer(), TEXT * 50, chosen, SEGMENTS, options)
+        script.fidelity_retrieval.cases(ByteTokenizer(), {"a": TEXT * 50}, SEGMENTS, options)
 
 
 def test_an_artifact_of_another_model_is_refused(script, artifact):
