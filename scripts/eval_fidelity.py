@@ -390,15 +390,26 @@ def _commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def _words(arguments: list[str]) -> Iterator[str]:
+def provenance(script: str, dtype: str) -> dict[str, str]:
+    """The commit, versions and command line of this run, for the CSV file."""
+    packages = f"torch {torch.__version__} transformers {version('transformers')}"
+    return {
+        "commit": _commit(),
+        "versions": f"python {platform.python_version()} {packages} {dtype}",
+        "command": " ".join(_words(script, sys.argv[1:])),
+    }
+
+
+def _words(script: str, arguments: list[str]) -> Iterator[str]:
     """The command line for the record: of paths only the last part, of artifacts only the name."""
-    yield "python scripts/eval_fidelity.py"
+    yield f"python scripts/{script}"
     previous = ""
     for word in arguments:
         if previous == "--artifact":
-            word = word.partition("=")[0] + "=DIR"
+            word = "=".join([*word.split("=")[:-1], "DIR"])
         elif previous in ("--model", "--text") and "/" in word:
-            word = Path(word).name
+            name, equals, path = word.rpartition("=")
+            word = name + equals + Path(path).name
         if previous != "--csv" and word != "--csv":
             yield shlex.quote(word)
         previous = word
@@ -451,10 +462,7 @@ def main() -> None:
         "sink": options.sink,
         "recent": options.recent,
         "engine": options.engine,
-        "commit": _commit(),
-        "versions": f"python {platform.python_version()} torch {torch.__version__} "
-        f"transformers {version('transformers')} {options.dtype}",
-        "command": " ".join(_words(sys.argv[1:])),
+        **provenance("eval_fidelity.py", options.dtype),
     }
     ids = {name: f" ({Artifact.load(folder).artifact_id})" for name, folder in artifacts.items()}
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token distributions of whole windows from vLLM, for `eval_fidelity.py`; one engine process per call.
+"""Next-token distributions and continuations from vLLM, for `eval_fidelity.py` and `sweep_text.py`.
 
-The process computes prompt log-probabilities and keeps the logits behind them (as scripts/quickstart.py does), so that
-distributions are complete. ``prefill="invariant"`` makes a position of the window read its history from pages.
+One engine process per call. For distributions the process computes prompt log-probabilities and keeps the logits behind
+them (as scripts/quickstart.py does), so that they are complete; ``prefill="invariant"`` makes a position of the window
+read its history from pages.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,62 @@ def scored(
         SystemExit: the engine failed; the end of its log is the message.
 
     """
-    length = len(windows[0])
+    job = {"first": first, "windows": [window.tolist() for window in windows]}
+    with _engine(model, len(windows[0]) + 1, dtype, {"max_num_seqs": 1, **engine}, job) as folder:
+        yield [np.load(folder / f"{i}.npy", mmap_mode="r") for i in range(len(windows))]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What an engine makes of some prompts.
+
+    Attributes:
+        tokens: its own greedy continuations.
+        prompt_nats: mean negative log-probability of each prompt's tokens, its first token left out.
+        nats: that of each continuation behind its prompt: the engine's own ones, then each set that was given.
+
+    """
+
+    tokens: list[list[int]]
+    prompt_nats: list[float]
+    nats: list[list[float]]
+
+
+def continued(
+    model: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    dtype: str,
+    engine: dict[str, Any],
+    judged: list[list[list[int]]] | None = None,
+) -> Continuations:
+    """Greedy continuations of ``prompts``; with ``judged``, sets of other continuations, likelihoods too.
+
+    Args:
+        model: folder or hub id.
+        prompts: token ids.
+        new_tokens: at most so many; fewer where the model ends its text.
+        dtype: of the model.
+        engine: further arguments of ``vllm.LLM``.
+        judged: continuations of every prompt, by other engines.
+
+    Raises:
+        SystemExit: the engine failed; the end of its log is the message.
+
+    """
+    longest = max(map(len, prompts)) + new_tokens + 1
+    job = {"prompts": prompts, "new_tokens": new_tokens, "judged": judged}
+    with _engine(model, longest, dtype, {"max_num_seqs": 8, **engine}, job) as folder:
+        return Continuations(**json.loads((folder / "result.json").read_text()))
+
+
+@contextmanager
+def _engine(model: str, length: int, dtype: str, engine: dict[str, Any], job: dict[str, Any]) -> Iterator[Path]:
+    """Run a job for texts of up to ``length`` tokens in a process of its own; the folder holds its results."""
     arguments = {
         "dtype": dtype,
-        "max_model_len": length + 1,
-        "max_num_batched_tokens": length + 1,  # a window is scored in one batch
-        "max_num_seqs": 1,
+        "max_model_len": length,
+        "max_num_batched_tokens": length,  # a text is read in one batch
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
@@ -55,21 +107,55 @@ def scored(
         **os.environ,
     }
     with tempfile.TemporaryDirectory() as folder:
-        job = {"model": model, "engine": arguments, "first": first, "windows": [window.tolist() for window in windows]}
-        Path(folder, "job.json").write_text(json.dumps(job))
+        Path(folder, "job.json").write_text(json.dumps({"model": model, "engine": arguments, **job}))
         command = [sys.executable, str(Path(__file__).resolve()), folder]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
         if result.returncode:
             raise SystemExit(f"{(result.stdout + result.stderr)[-4000:]}\nthe engine failed ({result.returncode})")
-        yield [np.load(Path(folder, f"{i}.npy"), mmap_mode="r") for i in range(len(windows))]
+        yield Path(folder)
 
 
 def _run(folder: Path) -> None:
-    from quickstart import capture_prompt_logits, prompt_logits
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     job = json.loads((folder / "job.json").read_text())
     llm = LLM(job["model"], **job["engine"])
+    if "prompts" in job:
+        (folder / "result.json").write_text(json.dumps(_continue(llm, **job)))
+    else:
+        _score(llm, job, folder)
+
+
+def _continue(
+    llm: Any, *, prompts: list[list[int]], new_tokens: int, judged: list[list[list[int]]] | None, **_: Any
+) -> dict[str, Any]:
+    """The fields of `Continuations`."""
+    from vllm import SamplingParams
+
+    def run(texts: list[list[int]], **options: Any) -> list[Any]:
+        params = SamplingParams(temperature=0.0, detokenize=False, **options)
+        return llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+
+    tokens = [list(output.outputs[0].token_ids) for output in run(prompts, max_tokens=new_tokens)]
+    prompt_nats, nats = [], []
+    for continuations in [] if judged is None else [tokens, *judged]:
+        texts = [prompt + new for prompt, new in zip(prompts, continuations, strict=True)]
+        scored = run(texts, max_tokens=1, prompt_logprobs=0)
+        losses = [
+            [-entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
+            for output, text in zip(scored, texts, strict=True)
+        ]
+        lengths = [len(prompt) - 1 for prompt in prompts]
+        nats.append([float(np.mean(loss[n:])) for loss, n in zip(losses, lengths, strict=True)])
+        prompt_nats = [float(np.mean(loss[:n])) for loss, n in zip(losses, lengths, strict=True)]
+    return {"tokens": tokens, "prompt_nats": prompt_nats, "nats": nats}
+
+
+def _score(llm: Any, job: dict[str, Any], folder: Path) -> None:
+    """Write the log-probabilities of each window."""
+    from quickstart import capture_prompt_logits, prompt_logits
+    from vllm import SamplingParams
+
     batches: list[Tensor] = []
     llm.apply_model(lambda model: capture_prompt_logits(model, batches))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)

@@ -291,8 +291,10 @@ def test_rows_are_added_never_replaced(script, tmp_path):
 
 def test_the_recorded_command_can_be_typed_again(script):
     arguments = ["--model", "/a/b/smol", "--configurations", "", "--artifact", "x=/c/d", "--csv", "e.csv", "--layers"]
-    words = " ".join(script._words(arguments))
+    words = " ".join(script._words("eval_fidelity.py", arguments))
     assert words == "python scripts/eval_fidelity.py --model smol --configurations '' --artifact x=DIR --layers"
+    words = " ".join(script._words("sweep_text.py", ["--artifact", "/c/d", "--text", "ru=/e/f.txt"]))
+    assert words == "python scripts/sweep_text.py --artifact DIR --text ru=f.txt"
 
 
 def test_the_default_text_is_none_that_calibration_uses(script):

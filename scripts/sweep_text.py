@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a 2-bit cache garble text or run into loops where the model itself does not? Greedy, through vLLM.
+
+    python scripts/sweep_text.py --model MODEL --artifact DIR           # a CPU; larger on a GPU
+    python scripts/sweep_text.py --model MODEL --artifact DIR --text ru=BOOK.txt --prompts 8 --tokens 4000
+
+Long prompts of real text are continued by two engines, one with the model's own cache dtype and one with
+``oscar_int2`` as it is served by default. `symptoms` looks at both continuations. What only ``oscar_int2`` shows is
+printed with both texts, and the exit status is 1; what only the other engine shows is counted too, because greedy
+decoding of a small model loops now and then, and a difference that comes from that falls either way.
+
+Texts (all come with Python or with vLLM's own requirements, none is read by calibration; `TEXTS`): code and manual of
+the standard library, conversations in the model's chat template about pages of the manual, tables, names of languages,
+countries and regions in five languages. ``--text NAME=FILE`` adds a UTF-8 file. Prompts are evenly spaced stretches;
+nothing is random.
+
+Symptoms of a continuation, each a fixed rule on its tokens or characters:
+
+* ``loop``: it ends in the same tokens again and again: at least `LOOP_REPEATS` times and over `LOOP_TOKENS` tokens.
+* ``repeats``: fewer than `DISTINCT` of its runs of `RUN` tokens are different ones.
+* ``replacement``: it holds U+FFFD, which bytes that are no UTF-8 decode to (but for characters that its ends cut).
+* ``foreign``: more than `FOREIGN` of its letters are of scripts, Latin left out, that make up less than a hundredth of
+  the prompt's.
+* ``noise``: zlib cannot shorten it: more than `INCOMPRESSIBLE` bytes are left of each, given the prompt's end.
+* ``unlikely``: the unquantized model finds it less likely than the prompt and than `UNLIKELY` nats per token.
+"""
+
+import argparse
+import html.entities
+import http
+import mimetypes
+import sys
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import fidelity_engine
+from eval_fidelity import append_csv, provenance, read_text
+
+LOOP_TOKENS, LOOP_REPEATS = 40, 4
+RUN, DISTINCT = 8, 0.4
+FOREIGN = 0.1
+INCOMPRESSIBLE = 0.8
+UNLIKELY = 2.5
+
+FIELDS = ("model", "text", "prompt", "tokens", "new_tokens", "cache", "symptoms", "period", "distinct", "replacements",
+          "foreign", "incompressible", "nats", "prompt_nats", "equal_tokens", "dtype", "commit", "versions",
+          "command")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- texts
+
+
+def _names(language: str) -> str:
+    """ISO names of languages, countries and regions with their translation, from pycountry's catalogues."""
+    import gettext
+
+    import pycountry
+
+    lines = []
+    for domain in ("iso639-3", "iso3166-1", "iso3166-2", "iso15924"):
+        path = Path(pycountry.LOCALES_DIR, language, "LC_MESSAGES", f"{domain}.mo")
+        with open(path, "rb") as file:
+            catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        pairs = sorted((name, word) for name, word in catalogue.items() if isinstance(name, str) and name != word)
+        lines += [f"{name} — {word}" for name, word in pairs if name]
+    return "\n".join(lines)
+
+
+def _tables() -> str:
+    """Markdown tables of the standard library's constants."""
+    parts = ["| entity | code point | name |", "|---|---|---|"]
+    for name, point in sorted(html.entities.name2codepoint.items()):
+        parts.append(f"| {name} | U+{point:04X} | {unicodedata.name(chr(point), '').capitalize()} |")
+    parts += ["", "| extension | type |", "|---|---|"]
+    parts += [f"| {extension} | {kind} |" for extension, kind in sorted(mimetypes.MimeTypes().types_map[1].items())]
+    parts += ["", "| status | phrase | meaning |", "|---|---|---|"]
+    parts += [f"| {status.value} | {status.phrase} | {status.description} |" for status in http.HTTPStatus]
+    return "\n".join(parts)
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "code": partial(read_text, "code"),
+    "manual": partial(read_text, "manual"),
+    "tables": _tables,
+    **{f"names-{language}": partial(_names, language) for language in ("fr", "de", "ru", "zh_CN", "ja")},
+}
+"""Plain texts by name; ``chat`` is made of pages of the manual by `conversations`."""
+
+
+def stretches(tokenizer: Any, text: str, count: int, length: int) -> list[list[int]]:
+    """Up to ``count`` stretches of ``length`` tokens, evenly spaced, from a text of at least ``length``."""
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if len(tokens) < length:
+        raise SystemExit(f"the text has {len(tokens)} tokens, a prompt of {length} needs more; lower --tokens")
+    last = len(tokens) - length
+    starts = {last * i // max(count - 1, 1) for i in range(count)}
+    return [tokens[start : start + length] for start in sorted(starts)]
+
+
+def conversations(tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Conversations of ``length`` tokens about pages of the manual; the last question goes back to the first page."""
+    from pydoc_data.topics import topics
+
+    pages = iter([(name, topics[name]) for name in sorted(topics) if 800 < len(topics[name]) < 3000])
+    made: list[list[int]] = []
+
+    def written(messages: list[dict[str, str]], *, ask: bool) -> list[int]:
+        if tokenizer.chat_template is None:
+            lines = [f"{message['role']}: {message['content']}" for message in messages]
+            return tokenizer("\n\n".join(lines + ["assistant:"] * ask), add_special_tokens=False).input_ids
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    while len(made) < count:
+        messages: list[dict[str, str]] = []
+        first = ""
+        while True:
+            name, page = next(pages)
+            first = first or name
+            turn = [{"role": "user", "content": f"What does Python's manual say about {name!r}?"},
+                    {"role": "assistant", "content": page.strip()}]  # fmt: skip
+            question = f"Thank you. Now say in three sentences what you told me about {first!r} at the beginning."
+            if len(written([*messages, *turn, {"role": "user", "content": question}], ask=True)) > length:
+                break
+            messages += turn
+        made.append(written([*messages, {"role": "user", "content": question}], ask=True))
+    return made
+
+
+# -------------------------------------------------------------------------------------------------- symptoms
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What was measured of a continuation, and which rules it breaks.
+
+    Attributes:
+        period: tokens of the loop it ends in, 0 for none.
+        distinct: share of its runs of `RUN` tokens that are different ones.
+        replacements: characters U+FFFD.
+        foreign: share of letters of scripts that the prompt does not use.
+        incompressible: bytes that zlib adds for it behind the prompt's end, per byte.
+        nats: mean negative log-probability under the unquantized model, per token.
+        names: the rules it breaks.
+
+    """
+
+    period: int
+    distinct: float
+    replacements: int
+    foreign: float
+    incompressible: float
+    nats: float
+    names: frozenset[str]
+
+
+def loop_period(tokens: list[int]) -> int:
+    """The least number of tokens that the end repeats `LOOP_REPEATS` times and over `LOOP_TOKENS`; 0 for none."""
+    for period in range(1, len(tokens) // LOOP_REPEATS + 1):
+        length = max(LOOP_TOKENS, LOOP_REPEATS * period)
+        if length <= len(tokens) and all(tokens[-i] == tokens[-i - period] for i in range(1, length - period + 1)):
+            return period
+    return 0
+
+
+def distinct_runs(tokens: list[int]) -> float:
+    """Share of the runs of `RUN` tokens that are different ones; 1 for a text shorter than two runs."""
+    if len(tokens) < 2 * RUN:
+        return 1.0
+    runs = [tuple(tokens[i : i + RUN]) for i in range(len(tokens) - RUN + 1)]
+    return len(set(runs)) / len(runs)
+
+
+def scripts(text: str) -> Counter:
+    """Letters by script, the first word of their Unicode name (LATIN, CYRILLIC, CJK, HIRAGANA, …)."""
+    return Counter(unicodedata.name(char, "UNNAMED").split()[0] for char in text if char.isalpha())
+
+
+def foreign_share(prompt: str, text: str) -> float:
+    """Share of the letters of ``text`` in scripts but Latin with less than a hundredth of the letters of ``prompt``."""
+    at_home, found = scripts(prompt), scripts(text)
+    known = {"LATIN"} | {script for script, n in at_home.items() if n * 100 >= at_home.total()}
+    strange = sum(n for script, n in found.items() if script not in known)
+    return strange / found.total() if found else 0.0
+
+
+def incompressible_share(prompt: str, text: str) -> float:
+    """Bytes zlib adds for ``text`` behind the last 4,000 characters of ``prompt``, per byte."""
+    before, both = prompt[-4000:].encode(), (prompt[-4000:] + text).encode()
+    return (len(zlib.compress(both, 9)) - len(zlib.compress(before, 9))) / max(1, len(both) - len(before))
+
+
+def symptoms(prompt: str, text: str, tokens: list[int], nats: float, prompt_nats: float) -> Symptoms:
+    """See the module.
+
+    Args:
+        prompt: its text.
+        text: the continuation's, see `readable`.
+        tokens: the continuation's.
+        nats: mean negative log-probability of ``tokens`` under the unquantized model.
+        prompt_nats: that of the prompt's tokens.
+
+    """
+    period, distinct, replacements = loop_period(tokens), distinct_runs(tokens), text.count("\ufffd")
+    foreign, incompressible = foreign_share(prompt, text), incompressible_share(prompt, text)
+    broken = {
+        "loop": period > 0,
+        "repeats": distinct < DISTINCT,
+        "replacement": replacements > prompt.count("\ufffd"),
+        "foreign": foreign > FOREIGN,
+        "noise": incompressible > INCOMPRESSIBLE,
+        "unlikely": nats > max(prompt_nats, UNLIKELY),
+    }
+    names = frozenset(name for name, yes in broken.items() if yes)
+    return Symptoms(period, distinct, replacements, foreign, incompressible, nats, names)
+
+
+# ------------------------------------------------------------------------------------------------------ main
+
+
+def readable(tokenizer: Any, tokens: list[int]) -> str:
+    """The text of a continuation, without the bytes of characters that its ends cut: at most 3 on each side."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    for strip in (str.lstrip, str.rstrip):
+        whole = strip(text, "\ufffd")
+        text = whole if len(text) - len(whole) <= 3 else text
+    return text
+
+
+def agreeing(a: list[int], b: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def main() -> int:
+    """Run the sweep; 1 if ``oscar_int2`` shows a symptom that the other cache does not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="hub id or folder")
+    parser.add_argument("--artifact", help="folder of the artifact (default: what the plugin finds for the model)")
+    parser.add_argument("--texts", default=",".join([*TEXTS, "chat"]), help="(%(default)s)")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a further text; repeatable")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per text (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=1200, help="tokens of a prompt; of a chat at most (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of a continuation (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
+    parser.add_argument("--csv", type=Path, help="append a row per prompt and cache to this file")
+    options = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    sources = {name: TEXTS.get(name) for name in options.texts.split(",") if name}
+    unknown = [name for name, source in sources.items() if source is None and name != "chat"]
+    if unknown:
+        raise SystemExit(f"text {unknown[0]!r} is unknown; use {', '.join([*TEXTS, 'chat'])} or --text NAME=FILE")
+    for item in options.text:
+        name, _, file = item.rpartition("=")
+        sources[name or Path(file).stem] = partial(read_text, file)
+    cases: list[tuple[str, int, list[int]]] = []
+    for name, source in sources.items():
+        if source is None:
+            prompts = conversations(tokenizer, options.prompts, options.tokens)
+        else:
+            prompts = stretches(tokenizer, source(), options.prompts, options.tokens)
+        cases += [(name, i, prompt) for i, prompt in enumerate(prompts)]
+
+    run = partial(fidelity_engine.continued, options.model, [prompt for *_, prompt in cases], options.new_tokens,
+                  options.dtype)  # fmt: skip
+    oscar = {"artifact": str(Path(options.artifact).resolve())} if options.artifact else {}
+    quantized = run({"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}})
+    exact = run({}, judged=[quantized.tokens])
+
+    rows: list[dict[str, Any]] = []
+    only: dict[str, list[str]] = {"oscar_int2": [], "auto": []}
+    shown = {"model": Path(options.model).name, "dtype": options.dtype} | provenance("sweep_text.py", options.dtype)
+    for at, (name, number, prompt) in enumerate(cases):
+        prompt_text = tokenizer.decode(prompt)
+        continuations = {"auto": exact.tokens[at], "oscar_int2": quantized.tokens[at]}
+        found = {
+            cache: symptoms(prompt_text, readable(tokenizer, tokens), tokens, exact.nats[i][at], exact.prompt_nats[at])
+            for i, (cache, tokens) in enumerate(continuations.items())
+        }
+        for cache, tokens in continuations.items():
+            seen = found[cache]
+            other = found["auto" if cache == "oscar_int2" else "oscar_int2"]
+            if seen.names - other.names:
+                only[cache].append(f"{name} {number}: {', '.join(sorted(seen.names - other.names))}")
+            rows.append(shown | {
+                "text": name, "prompt": number, "tokens": len(prompt), "new_tokens": len(tokens), "cache": cache,
+                "symptoms": " ".join(sorted(seen.names)), "period": seen.period, "distinct": seen.distinct,
+                "replacements": seen.replacements, "foreign": seen.foreign, "incompressible": seen.incompressible,
+                "nats": seen.nats, "prompt_nats": exact.prompt_nats[at],
+                "equal_tokens": agreeing(*continuations.values()),
+            })  # fmt: skip
+        if found["oscar_int2"].names - found["auto"].names:
+            print(f"--- {only['oscar_int2'][-1]}\n… {prompt_text[-200:]}")
+            for cache, tokens in continuations.items():
+                print(f"--- {cache}\n{readable(tokenizer, tokens)}")
+    print(summary(rows))
+    for cache, cases_of in only.items():
+        print(f"symptoms that only {cache} shows: {len(cases_of)} of {len(cases)} prompts; {'; '.join(cases_of)}")
+    if options.csv is not None:
+        append_csv(options.csv, rows, FIELDS)
+    return 1 if only["oscar_int2"] else 0
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """By text and cache: prompts with a symptom, and means."""
+    lines = [
+        f"{'text':14s} {'cache':11s} {'symptoms':>9s} {'nats':>6s} {'of prompt':>9s} {'distinct':>8s} {'equal':>6s}"
+    ]
+    for text, cache in dict.fromkeys((row["text"], row["cache"]) for row in rows):
+        some = [row for row in rows if (row["text"], row["cache"]) == (text, cache)]
+
+        def mean(name: str, some: list[dict[str, Any]] = some) -> float:
+            return sum(row[name] for row in some) / len(some)
+
+        ill = sum(bool(row["symptoms"]) for row in some)
+        lines.append(
+            f"{text:14s} {cache:11s} {ill:4d}/{len(some):4d} {mean('nats'):6.2f} {mean('prompt_nats'):9.2f} "
+            f"{mean('distinct'):8.2f} {mean('equal_tokens'):6.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
