@@ -8,7 +8,8 @@ configuration. `intercept_attention` names one of ours for the length of a ``wit
         model(input_ids, use_cache=False)
 
 Layers with a sliding window never reach the handler: they keep their BF16 cache. Heads without a page of their own size
-reach it as the server stores them, padded with zeros.
+reach it as the server stores them, padded with zeros. A *learned sink* (gpt-oss) is one more logit per query head, of a
+token that has no value: it takes its share of the attention and gives nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class AttentionCall:
         softcap: ``softcap * tanh(logit / softcap)`` is applied to the logits, None = off.
         module: the attention module.
         mask: what transformers passes on: None for plain causal attention.
+        sinks: [Hq] logits of learned sinks, None = the layer has none.
 
     """
 
@@ -54,22 +56,48 @@ class AttentionCall:
     softcap: float | None
     module: nn.Module
     mask: Tensor | None
+    sinks: Tensor | None = None
+
+    @property
+    def grouped_sinks(self) -> Tensor | None:
+        """The learned sinks by KV head and query head of its group, [H, Hq / H] float32."""
+        return None if self.sinks is None else self.sinks.float().view(self.key.shape[1], -1)
 
     def attend(self) -> Tensor:
         """Exact causal attention, [B, Hq, T, d] in the model's dtype."""
-        if self.softcap is None:
+        if self.softcap is None and self.sinks is None:
             output, _ = sdpa_attention_forward(
                 self.module, self.query, self.key, self.value, self.mask, scaling=self.scaling, is_causal=True
             )
             return output.transpose(1, 2)
         group = self.query.shape[1] // self.key.shape[1]
         logits = self.query.float() @ self.key.repeat_interleave(group, 1).float().transpose(-1, -2) * self.scaling
-        logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         causal = self.mask
         if causal is None:
             causal = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        weights = logits.masked_fill(~causal, -torch.inf).softmax(-1).to(self.value.dtype)
-        return weights @ self.value.repeat_interleave(group, 1)
+        weights = attention_weights(logits.masked_fill(~causal, -torch.inf), self.sinks)
+        return weights.to(self.value.dtype) @ self.value.repeat_interleave(group, 1)
+
+
+def log_normalizer(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., n] log of the attention's denominator.
+
+    Args:
+        logits: [..., n, T]; masked ones are minus infinity.
+        sinks: [...] learned sinks of the heads, or None.
+
+    """
+    lse = logits.logsumexp(-1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
+
+
+def attention_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., n, T] softmax; a learned sink's share is missing from its sum. Arguments: see `log_normalizer`."""
+    if sinks is None:
+        return logits.softmax(-1)
+    return (logits - log_normalizer(logits, sinks)[..., None]).exp()
 
 
 Handler = Callable[[AttentionCall], Tensor]
@@ -102,8 +130,8 @@ def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[In
 
     Raises:
         OscarConfigError: another interception is active.
-        OscarUnsupportedError: a layer needs something that an INT2 page cannot hold (attention sinks as logits,
-            keys and values of different head sizes, a head size that fits no page).
+        OscarUnsupportedError: a layer needs something that an INT2 page cannot hold (position biases, keys and values
+            of different head sizes, a head size that fits no page).
 
     """
     if _NAME in AttentionInterface._global_mapping:
@@ -115,8 +143,8 @@ def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[In
     ) -> tuple[Tensor, None]:
         layer = getattr(module, "layer_idx", None)
         name = f"layer {layer} ({type(module).__name__})"
-        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-            raise OscarUnsupportedError(f"{name} adds learned attention sinks or position biases; not supported")
+        if kwargs.get("position_bias") is not None:
+            raise OscarUnsupportedError(f"{name} adds position biases; not supported")
         if key.shape[-1] != value.shape[-1]:
             raise OscarUnsupportedError(
                 f"{name} has keys of size {key.shape[-1]} and values of size {value.shape[-1]} (latent attention?); "
@@ -132,6 +160,7 @@ def intercept_attention(model: PreTrainedModel, handler: Handler) -> Iterator[In
             softcap=kwargs.get("softcap"),
             module=module,
             mask=attention_mask,
+            sinks=kwargs.get("s_aux"),
         )
         if layer is None or not getattr(module, "is_causal", True):
             return call.attend().transpose(1, 2).contiguous(), None

@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from calib.capture import AttentionCall
+from calib.capture import AttentionCall, log_normalizer
 from calib.rotation import Recipe, data_free, layer_basis, spectrum_concentration
 from calib.simulate import Segments, grouped_logits, quantized_keys, quantized_values
 from calib.statistics import LayerStatistics, Statistics
@@ -160,17 +160,19 @@ def _measure(
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
     exact = grouped_logits(query, key, call).masked_fill_(future, -torch.inf)
-    exact_lse = exact.logsumexp(-1)
+    sinks = call.grouped_sinks
+    exact_lse = log_normalizer(exact, sinks)
     weights = (exact - exact_lse[..., None]).exp_()
     output = weights @ value.float()[:, None]
     history_weights = weights * history
     value_weights = rearrange(history_weights, "h g n t -> h (g n) t")
 
     def key_kl(codec: LayerCodec) -> float:
-        # With logits s and s': KL = sum_t p_t (s_t - s'_t) + log sum exp s' - log sum exp s.
+        # With logits s and s': KL = sum_t p_t (s_t - s'_t) + log sum exp s' - log sum exp s; a learned sink stays.
         logits = grouped_logits(query, quantized_keys(key, codec, segments.sink), call)
         difference = (history_weights * (exact.where(history, 0.0) - logits)).sum(-1)
-        return float((difference + torch.where(history, logits, exact).logsumexp(-1) - exact_lse).mean())
+        lse = log_normalizer(torch.where(history, logits, exact), sinks)
+        return float((difference + lse - exact_lse).mean())
 
     def value_error(codec: LayerCodec) -> float:
         error = value_weights @ (quantized_values(value, codec) - value.float())

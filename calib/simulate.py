@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from calib.capture import AttentionCall
+from calib.capture import AttentionCall, attention_weights
 from triton_ops.codec import LayerCodec
 from triton_ops.layout import PAGE_TOKENS
 from triton_ops.reference import decode_keys, decode_values, encode_keys, encode_values
@@ -97,7 +97,10 @@ def _attend_block(
     position: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """[Hq, n, d] output of the queries at consecutive ``position`` [n]: one softmax over exact and stored tokens."""
+    """[Hq, n, d] output of the queries at consecutive ``position`` [n]: one softmax over exact and stored tokens.
+
+    A layer's learned sinks are in its denominator.
+    """
     first, end = int(position[0]), int(position[-1]) + 1
     sink = min(segments.sink, end)
     near = torch.arange(max(sink, first - segments.recent + 1), end, device=key.device)
@@ -110,7 +113,8 @@ def _attend_block(
     logits = torch.cat(
         [grouped_logits(queries, key[:, exact], call), grouped_logits(queries, stored[0][:, history], call)], -1
     )
-    weights = logits.masked_fill_(~torch.cat([reads_exact, reads_history], 1), -torch.inf).softmax(-1)
+    logits.masked_fill_(~torch.cat([reads_exact, reads_history], 1), -torch.inf)
+    weights = attention_weights(logits, call.grouped_sinks)
     output = weights[..., : len(exact)] @ value[:, None, exact].float()
     output += weights[..., len(exact) :] @ stored[1][:, None, history].float()
     return rearrange(output, "h g n d -> (h g) n d")

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from calib.capture import AttentionCall
+from calib.capture import AttentionCall, attention_weights
 from calib.simulate import Segments, grouped_logits
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from triton_ops.layout import PAGE_TOKENS
@@ -146,7 +146,7 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: 
     """One sample's part of `LayerStatistics.attending_moment`, [H, d, d], from evenly spaced queries with a history.
 
     Args:
-        call: where the sample is from: factor and cap of the logits.
+        call: where the sample is from: factor and cap of the logits, learned sinks.
         query: [Hq, T, d]; key: [H, T, d].
         key: see query.
         segments: which tokens are history for a query.
@@ -157,10 +157,10 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: 
     position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
-    moments = []
+    sinks, moments = call.grouped_sinks, []
     for head, own in enumerate(rearrange(query[:, position], "(h g) n d -> h (g) n d", h=heads)):
         logits = grouped_logits(own, key[head : head + 1], call)[0]
-        weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        weights = attention_weights(logits.masked_fill_(future, -torch.inf), None if sinks is None else sinks[head])
         lost = (weights * (1 - weights) * history).sum(-1) + MIN_ATTENDING
         rows = own.flatten(0, 1).double()
         moments.append((rows * lost.double().reshape(-1, 1)).mT @ rows)

@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -49,6 +51,15 @@ def random_model(*, family: str = "llama", kv_heads: int = 2, group: int = 2, he
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
         )
         model = Gemma3ForCausalLM(config)
+    elif family == "gpt_oss":
+        config = GptOssConfig(
+            **shape,
+            sliding_window=32,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        )
+        model = GptOssForCausalLM(config)
     else:
         config_class, model_class = {
             "llama": (LlamaConfig, LlamaForCausalLM),
@@ -61,4 +72,8 @@ def random_model(*, family: str = "llama", kv_heads: int = 2, group: int = 2, he
                 parameter.copy_(torch.randn_like(parameter) * torch.linspace(0.05, 0.6, parameter.shape[0])[:, None])
             elif "proj.bias" in name:
                 parameter.copy_(torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter) + 4)  # about as heavy as the tokens together
+            elif "expert" in name or "router" in name:  # not initialized by transformers
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
     return model.eval()

@@ -11,7 +11,7 @@ from tests.calib.models import VOCABULARY, random_model
 TOKENS = torch.arange(96)[None] % VOCABULARY
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt_oss"])
 def test_passing_through_changes_no_logit(family):
     model = random_model(family=family)
     with torch.no_grad():
@@ -94,6 +94,39 @@ def test_a_soft_cap_is_applied():
     causal = torch.ones(8, 8, dtype=torch.bool).tril()
     expected = logits.masked_fill(~causal, -torch.inf).softmax(-1) @ value
     torch.testing.assert_close(call.attend(), expected)
+
+
+def test_learned_sinks_take_their_share():
+    """The attention weights are those of the model's own eager attention, sliding layers and full ones."""
+    from calib.capture import attention_weights
+    from calib.simulate import Segments, grouped_logits, segmented_attention
+
+    model = random_model(family="gpt_oss", kv_heads=2, group=3)
+    model.set_attn_implementation("eager")
+    calls = []
+    with torch.no_grad():
+        expected = model(TOKENS, use_cache=False, output_attentions=True)
+        with intercept_attention(model, lambda call: calls.append(call) or call.attend()):
+            model(TOKENS, use_cache=False)
+    (call,) = calls
+    causal = torch.ones(96, 96, dtype=torch.bool).tril()
+    logits = grouped_logits(call.query[0], call.key[0], call).masked_fill(~causal, -torch.inf)
+    weights = attention_weights(logits, call.grouped_sinks).flatten(0, 1)
+    torch.testing.assert_close(weights, expected.attentions[1][0], rtol=1e-3, atol=1e-4)
+    assert 0.2 < 1 - weights.sum(-1).mean().item() < 0.8  # the sinks' share
+    read = segmented_attention(call, None, Segments(sink=16, recent=32))
+    torch.testing.assert_close(read, call.attend(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_learned_sink_is_one_more_logit():
+    from calib.capture import attention_weights, log_normalizer
+
+    torch.manual_seed(0)
+    logits, sinks = 3 * torch.randn(2, 3, 5, 7), 2 * torch.randn(2, 3)
+    logits[..., 2, 4:] = -torch.inf
+    appended = torch.cat([logits, sinks[..., None, None].expand(2, 3, 5, 1)], -1)
+    torch.testing.assert_close(log_normalizer(logits, sinks), appended.logsumexp(-1))
+    torch.testing.assert_close(attention_weights(logits, sinks), appended.softmax(-1)[..., :-1])
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])

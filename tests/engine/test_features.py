@@ -9,9 +9,13 @@ import ast
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from calib.pipeline import calibrate
 from tests.engine.conftest import OSCAR, Engines, Run, leaks
 from tests.engine.features import PAGE, ROOT, TABLE, page
 from tests.engine.models import (
@@ -26,6 +30,7 @@ from tests.engine.models import (
     write_model,
     write_shortened,
 )
+from tests.engine.test_fidelity import assert_greedy
 from tests.engine.test_float_payload import FLOAT, PERIODIC, assert_same_tokens
 
 QWEN3 = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4)
@@ -136,6 +141,30 @@ def test_mixed_models(engines: Engines, family: str, int2: int) -> None:
     assert_same_tokens(run, stock, "mixed")
     assert window_layers(run) == int2
     assert not leaks(run)
+
+
+class Letters:
+    """A tokenizer of one token per byte, none of them special."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[3 + byte for byte in text.encode()])
+
+
+@pytest.mark.slow
+def test_learned_sinks_with_a_calibrated_artifact(engines: Engines, tmp_path: Path) -> None:
+    """The engine's greedy tokens are those of transformers with the artifact's codecs, the sinks in every softmax."""
+    path = write_mixed("gpt_oss", engines.directory / "models")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    size = {"num_samples": 2, "held_out": 1, "max_length": 1024, "dtype": "float32"}
+    artifact = calibrate(model, tmp_path / "artifact", tokenizer=Letters(), **size).artifact
+    assert sorted(artifact.layers) == [1, 3]
+    asked = prompts([200, 700, 1100], seed=23)
+    scenario = {"name": "greedy", "kind": "generate", "prompts": asked, "max_tokens": 40}
+    options = {"additional_config": {"oscar": {"artifact": str(tmp_path / "artifact")}}}
+    run = engines.run(path, OSCAR | options, [scenario])
+    assert_greedy(model, artifact.layers, asked, [output["token_ids"][0] for output in run["greedy"][0]])
 
 
 @pytest.mark.slow
