@@ -9,18 +9,42 @@ Workers send questions of all lengths, conversations that share a system prompt,
 mid-stream, bursts over capacity, unique long prompts that pin the small KV pool full, sampled and malformed requests.
 Every ``--segment`` seconds they let the server come to rest, and what must then hold is checked.
 
-**What a correct answer is.** Before the traffic every question is asked alone at temperature 0, on an idle server with
-an empty prefix cache. Under load the same question must give the same answer, token by token. Batches of another shape
-add up floating-point sums in another order, so logprobs move by some noise, a 2-bit code may round the other way, and
-where two tokens are equally likely the greedy choice may fall the other way. So, with a noise bound of ``--tolerance``
-nats: logprobs of the tokens before the first difference agree within the bound, and at the first difference the token
-given under load was, alone, within twice the bound of the chosen one (a *tie*). Anything else is a wrong answer. Ties
-are counted and reported with both texts, and so is the distribution of the noise. The default mode of the server is
-``prefill="invariant"``, in which results do not depend on how the scheduler cuts prompts; with ``--prefill exact`` they
-do, by the quantization error itself, and the bound must be wide (the defaults are `TOLERANCE`).
+**What a correct answer is.** Before the traffic every question is asked alone at temperature 0, on an idle server
+with an empty prefix cache. Under load the same question must give the same answer, token by token, but for *drift*:
+batches of another shape add up floating-point sums in another order, so logprobs move, a key or value next to the
+border between two codes is coded the other way, and where two tokens are equally likely the greedy choice may fall
+the other way (a *tie*). `Bounds` says how far this may go. Anything else is a wrong answer. Drift and ties are
+reported as distributions.
 
-With ``--compare-dtype auto`` a server with the model's own cache dtype answers first, and the report says how many
-of the values that it finds in its prompts the quantized cache loses.
+**Where the bounds come from.** A server with the model's own cache dtype (``--compare-dtype``, by default ``auto``)
+answers the questions first. Tokens up to the first difference have the same prompt and prefix on both servers, so e,
+the change of such a token's logprob, is the *effect* of quantizing everything, measured on the tokens that are judged
+(and it includes the floating-point noise of both servers). The answer given alone and the one under load are two
+quantized readings of the same keys and values. With effects e and e', the drift is d = e' - e, hence |d| <= |e| +
+|e'|:
+
+* *one token*: at most twice the largest effect on a token; likewise a margin between the two likeliest tokens;
+* *one answer*: the mean over its tokens is at most twice the largest such mean of the effect;
+* *the whole run*: of the changes of all tokens, 98 % are at most twice the effect's 99th percentile (each of the two
+  terms is larger in 1 %), and their root mean square is at most that of the effect: a reading that codes a share f of
+  its numbers the other way differs by a full step D in each of those, rounding everything costs D / sqrt(12) on
+  average, so rms(d) = sqrt(12 f) rms(e), less than rms(e) as long as f < 1/12. Noise of t standard deviations takes
+  f = 0.7 t of Gaussian numbers over one of the borders 0 and +-1, so that is noise below 12 % of the numbers' spread;
+  a step of bfloat16 is 0.4 %. With ``--prefill exact`` it also depends on the scheduler's cuts which tokens are read
+  quantized, so there the bound is twice the effect's.
+
+Corruption stands out: an answer from another prompt, a lost prefix or a wrong page moves most tokens of an answer by
+nats, or changes one that was certain. ``--tolerance`` replaces the measurement by one figure: the bound for a token
+and for an answer's mean, twice that for a margin, and none for the run. Without either (``--base-url``) and for a
+cache that is not quantized (``--cache-dtype auto``, where nothing is to be compared with), the figures are
+`TOLERANCE`.
+
+The default mode of the server is ``prefill="invariant"``, in which results do not depend on how the scheduler cuts
+prompts. The server of ``--compare-dtype`` also gets some minutes of the same traffic: its drift is what batches do
+without any quantization, on the same machine. The report also says how many of the values that it finds in its
+prompts the quantized cache loses.
+
+The report is written after every segment, and at the end also when the run is interrupted (SIGINT, SIGTERM).
 
 Everything is read from local folders. A model folder without a tokenizer (random weights) gets one with a token per
 byte.
@@ -45,8 +69,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +78,27 @@ import httpx
 import openai
 import psutil
 
-TOLERANCE = {"invariant": 0.3, "exact": 2.0}
-"""Nats; see the module's docstring. `--tolerance` replaces it."""
+TOLERANCE = {"invariant": 1.4, "exact": 2.8, "unquantized": 1.0}
+"""Nats. For a quantized cache the largest effect on SmolLM2-135M, of 1,179 tokens of a manual (median 0.05, 90 % 0.22,
+99 % 0.51, 99.9 % 1.19 nats), and twice that. Unquantized: bfloat16 logits from 16 to 32 are 1/8 apart; eight steps."""
 
-TOP_LOGPROBS = 10
+ENOUGH_TOKENS = 8
+"""Tokens of an answer from which on their mean is judged."""
+ENOUGH_EFFECTS = 200
+"""Tokens from which on measured effects make bounds."""
+TOP_LOGPROBS = 20
+KEPT = 200
+"""Differences, and violations of one kind, that are kept in full; all are counted."""
 STARTUP_SECONDS = 900
 IDLE_SECONDS = 60
+FULL_REQUESTS, WINDOW_BLOCKS = 2.5, 64
+"""The pool holds this many requests of full length; each has about that many blocks beside those of 128 tokens."""
 FULL_POOL = 0.9
 GROWTH_MIB = 256
 COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
 SHOWN_LOG_LINES = re.compile(r"(?:CPU|GPU) KV cache size: .*|OSCAR KV cache: .*")
 MANUAL = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+INTERRUPTED = "interrupted"
 JSON_ANSWER = r'\{"name": "[a-z]{1,8}", "code": [0-9]{5}, "active": (true|false)\}'
 
 
@@ -123,33 +157,169 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """How far an answer under load may be from the one alone, in nats; the module's docstring derives it.
+
+    Attributes:
+        token: change of one token's logprob, before the first difference.
+        answer: mean of these changes over an answer of at least `ENOUGH_TOKENS` such tokens.
+        margin: how far the token taken under load was, alone, behind the chosen one.
+        run_rms: root mean square of all changes of the whole run; None: not judged.
+        run_p98: their 98th percentile; None: not judged.
+        source: where the figures come from.
+
+    """
+
+    token: float
+    answer: float
+    margin: float
+    run_rms: float | None
+    run_p98: float | None
+    source: str
+
+    @classmethod
+    def of_tolerance(cls, tolerance: float, source: str) -> "Bounds":
+        """One figure for everything."""
+        return cls(tolerance, tolerance, 2 * tolerance, None, None, source)
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """How an answer relates to the one given alone: verdict ``equal``, ``tie`` or ``wrong``."""
+    """How an answer relates to another one.
+
+    Attributes:
+        verdict: ``equal``, ``tie`` (a difference that the bounds allow) or ``wrong``.
+        drift: absolute change of every logprob before the first difference, in nats.
+        margin: at the first difference, how far the token taken was behind the chosen one; None without a difference.
+        reason: of a verdict other than ``equal``.
+
+    """
 
     verdict: str
-    moved: float
+    drift: list[float]
+    margin: float | None = None
     reason: str = ""
 
+    @property
+    def mean(self) -> float | None:
+        """Mean drift; None if there are too few tokens to judge it."""
+        return statistics.fmean(self.drift) if len(self.drift) >= ENOUGH_TOKENS else None
 
-def compare(alone: Answer, other: Answer, tolerance: float) -> Comparison:
-    """Judge ``other`` by the rule of the module's docstring; ``moved`` is the largest change of a logprob, in nats."""
-    pairs = list(zip(alone.tokens, other.tokens, strict=False))
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    moved = max((abs(a - b) for a, b in zip(alone.logprobs[:first], other.logprobs[:first], strict=True)), default=0.0)
-    if moved > tolerance:
-        return Comparison("wrong", moved, f"a logprob moved by {moved:.3f} nats")
-    if first == len(pairs):
-        if len(alone.tokens) != len(other.tokens):
-            return Comparison("wrong", moved, f"{len(other.tokens)} tokens instead of {len(alone.tokens)}")
-        return Comparison("equal", moved)
-    chosen, taken = pairs[first]
-    candidates = alone.alternatives[first]
-    if taken not in candidates:
-        return Comparison("wrong", moved, f"token {first} is none of the {TOP_LOGPROBS} most likely alone")
-    margin = candidates.get(chosen, 0.0) - candidates[taken]
-    if margin > 2 * tolerance:
-        return Comparison("wrong", moved, f"token {first} differs; alone it was {margin:.3f} nats less likely")
-    return Comparison("tie", moved, f"token {first} differs; alone it was {margin:.3f} nats less likely")
+
+def common_tokens(one: Answer, other: Answer) -> int:
+    """Number of tokens before the first difference."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
+
+
+def compare(alone: Answer, other: Answer, bounds: Bounds) -> Comparison:
+    """Judge ``other`` by the rule of the module's docstring."""
+    first = common_tokens(alone, other)
+    drift = [abs(a - b) for a, b in zip(alone.logprobs[:first], other.logprobs[:first], strict=True)]
+    comparison = Comparison("equal", drift)
+    if max(drift, default=0.0) > bounds.token:
+        return replace(comparison, verdict="wrong", reason=f"a logprob moved by {max(drift):.3f} nats")
+    if (comparison.mean or 0.0) > bounds.answer:
+        reason = f"{first} logprobs moved by {comparison.mean:.3f} nats on average"
+        return replace(comparison, verdict="wrong", reason=reason)
+    if first == min(len(alone.tokens), len(other.tokens)):
+        if len(alone.tokens) == len(other.tokens):
+            return comparison
+        return replace(comparison, verdict="wrong", reason=f"{len(other.tokens)} tokens instead of {len(alone.tokens)}")
+    chosen, taken = alone.tokens[first], other.tokens[first]
+    if taken in alone.alternatives[first]:
+        margin, where = alone.logprobs[first] - alone.alternatives[first][taken], "alone"
+    elif chosen in other.alternatives[first]:  # a grammar can choose a token far below the likeliest ones
+        margin, where = other.logprobs[first] - other.alternatives[first][chosen], "under load"
+    else:
+        reason = f"token {first} is none of the {TOP_LOGPROBS} most likely alone"
+        return replace(comparison, verdict="wrong", reason=reason)
+    reason = f"token {first} differs; {where} the margin was {abs(margin):.3f} nats"
+    verdict = "wrong" if abs(margin) > bounds.margin else "tie"
+    return replace(comparison, verdict=verdict, margin=abs(margin), reason=reason)
+
+
+@dataclass
+class Effects:
+    """What another cache dtype does to answers, in nats: per token, per margin of the two likeliest, per answer."""
+
+    tokens: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    answers: list[float] = field(default_factory=list)
+
+    def add(self, one: Answer, other: Answer) -> None:
+        """Compare two answers to one question up to their first difference, that token included."""
+        first = common_tokens(one, other)
+        changes = [abs(a - b) for a, b in zip(one.logprobs[:first], other.logprobs[:first], strict=True)]
+        if len(changes) >= ENOUGH_TOKENS:
+            self.answers.append(statistics.fmean(changes))
+        for mine, others in zip(one.alternatives[: first + 1], other.alternatives[: first + 1], strict=True):
+            best = sorted(mine, key=mine.__getitem__, reverse=True)[:2]
+            if len(best) == 2 and all(token in others for token in best):
+                a, b = best
+                self.margins.append(abs((mine[a] - mine[b]) - (others[a] - others[b])))
+        if first < min(len(one.tokens), len(other.tokens)):
+            for here, there in ((one, other), (other, one)):
+                if (token := here.tokens[first]) in there.alternatives[first]:
+                    changes.append(abs(here.logprobs[first] - there.alternatives[first][token]))
+        self.tokens += changes
+
+    def bounds(self, prefill: str, dtype: str) -> Bounds | None:
+        """The bounds that follow; None if there are too few answers."""
+        if len(self.tokens) < ENOUGH_EFFECTS or not self.margins or not self.answers:
+            return None
+        factor = 1 if prefill == "invariant" else 2
+        return Bounds(
+            token=2 * max(self.tokens),
+            answer=2 * max(self.answers),
+            margin=2 * max(self.margins),
+            run_rms=factor * percentiles(self.tokens)["rms"],
+            run_p98=2 * percentiles(self.tokens)["p99"],
+            source=f"the effect of quantization on {len(self.tokens)} tokens of these questions, against {dtype}",
+        )
+
+    def summary(self) -> dict:
+        """The distributions."""
+        return {
+            "tokens": percentiles(self.tokens), "count": len(self.tokens), "margins": percentiles(self.margins),
+            "means of answers": percentiles(self.answers),
+        }  # fmt: skip
+
+
+class Distribution:
+    """Non-negative numbers in bins 1 % wide, so that a run of days needs no more memory than one of minutes."""
+
+    SMALLEST = 1e-6
+
+    def __init__(self) -> None:
+        self.bins: Counter[int] = Counter()
+        self.count = 0
+        self.total = self.squares = self.largest = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one number; what is below `SMALLEST` counts as that."""
+        self.bins[math.floor(math.log(max(value, self.SMALLEST)) / math.log(1.01))] += 1
+        self.count += 1
+        self.total += value
+        self.squares += value**2
+        self.largest = max(self.largest, value)
+
+    def percentile(self, share: float) -> float:
+        """The number that ``share`` percent are not above, to 1 %."""
+        left = self.count * share / 100
+        for index in sorted(self.bins):
+            left -= self.bins[index]
+            if left <= 0:
+                return min(1.01 ** (index + 1), self.largest)
+        return self.largest
+
+    def summary(self) -> dict[str, float]:
+        """Mean, root mean square, percentiles, maximum."""
+        if not self.count:
+            return {}
+        points = {f"p{share:g}": self.percentile(share) for share in (50, 90, 98, 99, 99.9)}
+        rms = math.sqrt(self.squares / self.count)
+        return {"mean": self.total / self.count, "rms": rms, **points, "max": self.largest}
 
 
 class Prompts:
@@ -351,7 +521,8 @@ def gpu_memory_mib() -> float | None:
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+    shown = subprocess.run(command, capture_output=True, text=True)
+    return sum(map(float, shown.stdout.split())) if shown.returncode == 0 else None
 
 
 # ------------------------------------------------------------------------------------------------------- the soak
@@ -359,34 +530,111 @@ def gpu_memory_mib() -> float | None:
 
 @dataclass
 class Record:
-    """Everything a run has seen."""
+    """Everything a run has seen; its size does not depend on the length of the run, but for one line per segment."""
 
     violations: list[dict] = field(default_factory=list)
+    violation_kinds: Counter = field(default_factory=Counter)
     traffic: Counter = field(default_factory=Counter)
     verdicts: Counter = field(default_factory=Counter)
     differences: list[dict] = field(default_factory=list)
-    moved: list[float] = field(default_factory=list)
-    first_token: list[float] = field(default_factory=list)
-    between_tokens: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
+    drift: Distribution = field(default_factory=Distribution)
+    answer_drift: Distribution = field(default_factory=Distribution)
+    tie_margins: Distribution = field(default_factory=Distribution)
+    furthest: list[dict] = field(default_factory=list)
+    first_token: Distribution = field(default_factory=Distribution)
+    between_tokens: Distribution = field(default_factory=Distribution)
+    whole: Distribution = field(default_factory=Distribution)
     memory: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    peak_usage: float = 0.0
+    usage: Distribution = field(default_factory=Distribution)
+    full_samples: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
     segments: int = 0
+    finished: bool = False
 
     def violation(self, kind: str, detail: str, **more: Any) -> None:
         """Something was wrong; the run goes on and ends with status 1."""
-        self.violations.append({"kind": kind, "detail": detail, **more})
-        print(f"VIOLATION {kind}: {detail}", file=sys.stderr, flush=True)
+        self.violation_kinds[kind] += 1
+        if self.violation_kinds[kind] <= KEPT:
+            self.violations.append({"kind": kind, "detail": detail, **more})
+            print(f"VIOLATION {kind}: {detail}", file=sys.stderr, flush=True)
+
+    def compared(self, question: Question, when: str, alone: Answer, answer: Answer, comparison: Comparison) -> None:
+        """Note an answer and how it relates to the one given alone."""
+        for number, change in enumerate(comparison.drift):
+            self.drift.add(change)
+            if len(self.furthest) < 10 or change > self.furthest[-1]["drift"]:
+                place = {"question": question.name, "when": when, "token": number}
+                values = {"drift": change, "alone": alone.logprobs[number], "under_load": answer.logprobs[number]}
+                self.furthest.append(place | values)
+                self.furthest = sorted(self.furthest, key=lambda entry: -entry["drift"])[:10]
+        if comparison.mean is not None:
+            self.answer_drift.add(comparison.mean)
+        if comparison.margin is not None:
+            self.tie_margins.add(comparison.margin)
+        self.verdicts[comparison.verdict] += 1
+        if comparison.verdict == "equal":
+            return
+        if len(self.differences) < KEPT:
+            difference = {
+                "question": question.name, "when": when, "verdict": comparison.verdict, "reason": comparison.reason,
+                "prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens,
+                "alone": alone.text, "answer": answer.text,
+            }  # fmt: skip
+            self.differences.append(difference)
+        if comparison.verdict == "wrong":
+            detail = f"{question.name} {when}: {comparison.reason}: {alone.text!r} -> {answer.text!r}"
+            self.violation("wrong answer", detail)
+
+    def progress(self) -> str:
+        """One line."""
+        answers = ", ".join(f"{self.verdicts[verdict]} {verdict}" for verdict in ("equal", "tie", "wrong"))
+        drift = self.drift.summary()
+        moved = " ".join(f"{name} {drift[name]:.3f}" for name in ("rms", "p99", "max") if name in drift)
+        memory = {name: self.memory[-1][name] for name in ("rss_mib", "gpu_mib")} if self.memory else {}
+        return (
+            f"{self.seconds:7.0f} s  answers {answers}; drift {moved}; pool full {self.full_share:.0%} of the time; "
+            f"{self.metrics.get('vllm:num_preemptions_total', 0):.0f} preemptions; "
+            f"{sum(self.violation_kinds.values())} violations; memory {memory}"
+        )
+
+    @property
+    def full_share(self) -> float:
+        """Share of the samples of the pool's usage that were at least `FULL_POOL`."""
+        return self.full_samples / max(1, self.usage.count)
 
 
 class Soak:
-    """One server under traffic."""
+    """One server under traffic.
 
-    def __init__(self, url: str, server: Server | None, options: argparse.Namespace) -> None:
+    Args:
+        url: of the server.
+        server: its process, if it is ours.
+        options: the command line.
+        bounds: by which answers are judged.
+        minutes: of traffic.
+        save: called after every segment.
+
+    """
+
+    def __init__(
+        self,
+        url: str,
+        server: Server | None,
+        options: argparse.Namespace,
+        bounds: Bounds,
+        minutes: float,
+        save: Callable[["Soak"], Any],
+    ) -> None:
         self.url = url
         self.server = server
         self.options = options
+        self.bounds = bounds
+        self.minutes = minutes
+        self.save = save
+        self.reference: Soak | None = None
+        self.effects = Effects()
         self.record = Record()
         self.alone: dict[str, Answer] = {}
         self.questions: list[Question] = []
@@ -466,24 +714,12 @@ class Soak:
         answer = await self.valid(question)
         if answer is None:
             return None
-        self.record.first_token.append(answer.times[0])
-        self.record.between_tokens += [b - a for a, b in zip(answer.times, answer.times[1:], strict=False)]
-        self.record.whole.append(answer.times[-1])
+        self.record.first_token.add(answer.times[0])
+        for before, after in zip(answer.times, answer.times[1:], strict=False):
+            self.record.between_tokens.add(after - before)
+        self.record.whole.add(answer.times[-1])
         alone = self.alone[question.name]
-        comparison = compare(alone, answer, self.options.tolerance)
-        self.record.verdicts[comparison.verdict] += 1
-        self.record.moved.append(comparison.moved)
-        if comparison.verdict != "equal":
-            difference = {
-                "question": question.name, "when": when, "verdict": comparison.verdict, "reason": comparison.reason,
-                "prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens,
-                "alone": alone.text, "answer": answer.text,
-            }  # fmt: skip
-            self.record.differences.append(difference)
-            if comparison.verdict == "wrong":
-                self.record.violation(
-                    "wrong answer", f"{question.name} {when}: {comparison.reason}: {alone.text!r} -> {answer.text!r}"
-                )
+        self.record.compared(question, when, alone, answer, compare(alone, answer, self.bounds))
         if question.kind == "json":
             self.check_json(question, answer)
         return answer
@@ -537,8 +773,10 @@ class Soak:
         """Note the pool's peak usage and find out soon when the server dies."""
         while True:
             try:
-                usage = (await self.metrics()).get("vllm:kv_cache_usage_perc", 0.0)
-                self.record.peak_usage = max(self.record.peak_usage, usage)
+                self.record.metrics = await self.metrics()
+                usage = self.record.metrics.get("vllm:kv_cache_usage_perc", 0.0)
+                self.record.usage.add(usage)
+                self.record.full_samples += usage >= FULL_POOL
             except httpx.HTTPError:
                 await self.check_alive()
             await self.check_alive()
@@ -561,6 +799,7 @@ class Soak:
             await self.ask_alone(question)
         for index in range(self.options.conversations):
             await self.hold_conversation(index)
+        print(f"{self.url}: {len(self.alone)} questions asked alone", flush=True)
 
     async def ask_alone(self, question: Question) -> None:
         if await self.reset_prefix_cache() is False:
@@ -584,7 +823,8 @@ class Soak:
             messages.append({"role": "user", "content": self.prompts.text(0.06 * context) + " Explain."})
             question = Question(f"chat-{index}-turn-{turn}", "turn", {"messages": [*messages], "max_tokens": 40})
             await self.ask_alone(question)
-            messages.append({"role": "assistant", "content": self.alone[question.name].text})
+            answers = self.alone if self.reference is None else self.reference.alone  # equal prompts for both
+            messages.append({"role": "assistant", "content": answers[question.name].text})
             turns.append(question)
         self.conversations.append(turns)
 
@@ -653,12 +893,12 @@ class Soak:
             self.record.violation("not finite", f"sampled: {columns}")
 
     async def do_fill(self, rng: random.Random) -> None:
-        """Unique long prompts at once: more than the pool holds."""
-        lengths = [rng.uniform(0.3, 0.75) * self.context for _ in range(self.options.concurrency)]
-        questions = [
-            Question("fill", "plain", {"prompt": self.prompts.text(length), "max_tokens": 40, "ignore_eos": True})
-            for length in lengths
-        ]
+        """Unique long prompts at once, more than the pool holds, with answers that outgrow it together."""
+        questions = []
+        for _ in range(self.options.concurrency):
+            prompt = self.prompts.text(rng.uniform(0.3, 0.75) * self.context)
+            body = {"prompt": prompt, "max_tokens": rng.randint(16, self.context // 16), "ignore_eos": True}
+            questions.append(Question("fill", "plain", body))
         await asyncio.gather(*(self.valid(question) for question in questions))
 
     async def do_burst(self, rng: random.Random) -> None:
@@ -698,20 +938,23 @@ class Soak:
         """Traffic in segments until the time is over, with a look at the idle server after each."""
         rng = random.Random(self.options.seed)
         started = time.monotonic()
-        end = started + 60 * self.options.minutes
+        end = started + 60 * self.minutes
         deck = deque(name for name in self.activities())  # every kind once before any kind twice
         while time.monotonic() < end:
             until = min(end, time.monotonic() + self.options.segment)
             workers = [self.work(deck, until, random.Random(rng.random())) for _ in range(self.options.concurrency)]
             await asyncio.gather(*workers)
             self.record.segments += 1
-            await self.check_idle(time.monotonic() - started)
+            self.record.seconds = time.monotonic() - started
+            await self.check_idle()
             await self.checked(rng.choice(self.questions), "alone, after traffic")
+            print(self.record.progress(), flush=True)
+            self.save(self)
         for question in self.questions:
             await self.checked(question, "alone, at the end")
-        await self.check_idle(time.monotonic() - started)
+        await self.check_idle()
 
-    async def check_idle(self, seconds: float) -> None:
+    async def check_idle(self) -> None:
         """After the last request: nothing runs, no block is held, memory is noted."""
         deadline = time.monotonic() + IDLE_SECONDS
         waiting = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -729,7 +972,7 @@ class Soak:
             await asyncio.sleep(1)
         if await self.reset_prefix_cache() is False:
             self.record.violation("leak", "the engine refuses to reset the prefix cache: blocks are in use")
-        sample: dict[str, float | None] = {"seconds": round(seconds, 1), "gpu_mib": gpu_memory_mib()}
+        sample: dict[str, float | None] = {"seconds": round(self.record.seconds, 1), "gpu_mib": gpu_memory_mib()}
         sample["rss_mib"] = round(self.server.memory_mib(), 1) if self.server is not None else None
         self.record.memory.append(sample)
 
@@ -738,14 +981,24 @@ class Soak:
         watcher = None
         try:
             await self.prepare()
+            self.measure_effects()
             watcher = asyncio.create_task(self.watch())
             traffic = asyncio.create_task(self.run())
-            done, _ = await asyncio.wait((watcher, traffic), return_when=asyncio.FIRST_COMPLETED)
-            traffic.cancel()
-            await asyncio.gather(traffic, return_exceptions=True)
+            try:
+                done, _ = await asyncio.wait((watcher, traffic), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                traffic.cancel()
+                await asyncio.gather(traffic, return_exceptions=True)
             for task in done:
                 await task
+            self.record.finished = True
             await self.judge()
+        except asyncio.CancelledError:
+            if (this := asyncio.current_task()) is not None:
+                this.uncancel()
+            self.record.notes.append(INTERRUPTED)
+            with contextlib.suppress(ServerDied, httpx.HTTPError):
+                await self.judge()
         except ServerDied as error:
             self.died(error)
         except NoAnswerAlone:
@@ -763,6 +1016,20 @@ class Soak:
             await self.http.aclose()
             await self.client.close()
 
+    def measure_effects(self) -> None:
+        """Bounds from the answers of the reference, if there is one."""
+        if self.reference is None:
+            return
+        for name, answer in self.alone.items():
+            if other := self.reference.alone.get(name):
+                self.effects.add(answer, other)
+        measured = self.effects.bounds(self.options.prefill, self.options.compare_dtype)
+        if self.options.tolerance is None and measured is not None:
+            self.bounds = measured
+        elif self.options.tolerance is None:
+            self.record.notes.append(f"too few common tokens to measure bounds: {len(self.effects.tokens)}")
+        print(f"effect of quantization: {self.effects.summary()}\nbounds: {self.bounds}", flush=True)
+
     def died(self, death: ServerDied) -> None:
         """Report the end of the server with the last it said."""
         self.record.violation("died", str(death), log=self.server.log(2000) if self.server is not None else "")
@@ -770,23 +1037,29 @@ class Soak:
     async def judge(self) -> None:
         """What can be said only at the end: NaN counted by the engine, growth, and whether the run meant anything."""
         await self.check_alive()
-        self.final_metrics = await self.metrics()
-        if corrupted := self.final_metrics.get("vllm:corrupted_requests_total", 0):
-            self.record.violation("not finite", f"the engine counts {corrupted:.0f} requests with NaN in their logits")
+        record = self.record
+        record.metrics = await self.metrics()
+        if corrupted := record.metrics.get("vllm:corrupted_requests_total", 0):
+            record.violation("not finite", f"the engine counts {corrupted:.0f} requests with NaN in their logits")
         for name in ("rss_mib", "gpu_mib"):
-            grown = growth([sample[name] for sample in self.record.memory])
+            grown = growth([sample[name] for sample in record.memory])
             if grown is not None and grown > GROWTH_MIB:
-                self.record.violation("growth", f"{name} grew by {grown:.0f} MiB from the middle to the end of the run")
+                record.violation("growth", f"{name} grew by {grown:.0f} MiB from the middle to the end of the run")
+        drift = record.drift.summary()
+        for name, bound in (("rms", self.bounds.run_rms), ("p98", self.bounds.run_p98)):
+            if bound is not None and drift and drift[name] > bound:
+                record.violation("drift", f"{name} over the run is {drift[name]:.4f} nats, at most {bound:.4f}")
         if not self.can_reset:
-            self.record.notes.append("no /reset_prefix_cache (VLLM_SERVER_DEV_MODE=1): leaks are judged by usage alone")
+            record.notes.append("no /reset_prefix_cache (VLLM_SERVER_DEV_MODE=1): leaks are judged by usage alone")
         for name in self.activities():
-            if not self.record.traffic[name] and (name != "conversation" or self.conversations):
-                self.record.violation("coverage", f"no traffic of kind {name}; run longer")
+            if not record.traffic[name] and (name != "conversation" or self.conversations):
+                record.violation("coverage", f"no traffic of kind {name}; run longer")
         if self.server is not None:
-            if self.record.peak_usage < FULL_POOL:
-                self.record.violation("coverage", f"the pool was never full: peak usage {self.record.peak_usage:.1%}")
-            if not self.final_metrics.get("vllm:prefix_cache_hits_total"):
-                self.record.violation("coverage", "no prefix hit")
+            if record.usage.largest < FULL_POOL:
+                record.violation("coverage", f"the pool was never full: peak usage {record.usage.largest:.1%}")
+            for counter in ("num_preemptions", "prefix_cache_hits"):
+                if not record.metrics.get(f"vllm:{counter}_total"):
+                    record.violation("coverage", f"vllm:{counter} is 0")
 
 
 def growth(samples: Sequence[float | None]) -> float | None:
@@ -799,12 +1072,13 @@ def growth(samples: Sequence[float | None]) -> float | None:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, 90th, 99th percentile and maximum."""
+    """Mean, root mean square, percentiles, maximum."""
     if not values:
         return {}
     ordered = sorted(values)
     points = {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}
-    return points | {"max": ordered[-1]}
+    rms = math.sqrt(statistics.fmean(value**2 for value in values))
+    return {"mean": statistics.fmean(values), "rms": rms, **points, "max": ordered[-1]}
 
 
 # -------------------------------------------------------------------------------------------------- report and start
@@ -816,19 +1090,56 @@ def found(questions: Sequence[Question], answers: dict[str, Answer]) -> set[str]
 
 
 def compare_dtypes(main: Soak, reference: Soak) -> dict:
-    """How the answers given alone by two servers relate."""
+    """How the answers given alone by two servers relate, and what the other one did under load."""
     questions = [question for question in main.questions if question.name in reference.alone]
-    right, also = found(questions, reference.alone), found(questions, main.alone)
+    asked = [question for question in questions if question.name in main.alone]
+    right, also = found(asked, reference.alone), found(asked, main.alone)
     lost = [
         {"question": name, "reference": reference.alone[name].text, "answer": main.alone[name].text}
         for name in sorted(right - also)
     ]
-    equal = sum(main.alone[question.name].tokens == reference.alone[question.name].tokens for question in questions)
+    equal = sum(main.alone[question.name].tokens == reference.alone[question.name].tokens for question in asked)
     return {
-        "dtype": main.options.compare_dtype, "questions": len(questions), "equal": equal,
-        "with_expected_value": sum(question.expected is not None for question in questions),
+        "dtype": main.options.compare_dtype, "questions": len(asked), "equal": equal,
+        "with_expected_value": sum(question.expected is not None for question in asked),
         "found": len(also), "found_by_reference": len(right), "lost": lost,
-        "reference_violations": reference.record.violations,
+        "effect": main.effects.summary(), "reference": observed(reference),
+    }  # fmt: skip
+
+
+def observed(soak: Soak) -> dict:
+    """What one server did."""
+    record = soak.record
+    counters = {name: record.metrics.get(f"vllm:{name}_total", 0.0) for name in COUNTERS}
+    asked = [question for question in soak.questions if question.name in soak.alone]
+    return {
+        "finished": record.finished,
+        "violation_kinds": dict(record.violation_kinds),
+        "violations": record.violations,
+        "traffic": dict(record.traffic),
+        "segments": record.segments,
+        "seconds": record.seconds,
+        "checked": {
+            **{verdict: record.verdicts[verdict] for verdict in ("equal", "tie", "wrong")},
+            "bounds": asdict(soak.bounds),
+            "drift": record.drift.summary(),
+            "mean drift of answers": record.answer_drift.summary(),
+            "margins of ties": record.tie_margins.summary(),
+            "furthest": record.furthest,
+            "differences": record.differences,
+        },
+        "values_found_alone": [len(found(asked, soak.alone)), sum(q.expected is not None for q in asked)],
+        "pool": {
+            "peak_usage": record.usage.largest, "full_share": record.full_share, "samples": record.usage.count,
+            **counters,
+        },
+        "latency_seconds": {
+            "first token": record.first_token.summary(),
+            "between tokens": record.between_tokens.summary(),
+            "whole answer": record.whole.summary(),
+        },
+        "memory": record.memory,
+        "notes": record.notes,
     }  # fmt: skip
 
 
@@ -837,7 +1148,7 @@ def serve_arguments(options: argparse.Namespace, tokenizer: Path | None, cache_d
     arguments = [
         str(options.model), "--kv-cache-dtype", cache_dtype, "--max-model-len", str(options.max_model_len),
         "--max-num-seqs", str(options.max_num_seqs), "--max-num-batched-tokens", str(options.max_num_batched_tokens),
-        "--enable-prompt-tokens-details", "--served-model-name", "soak",
+        "--enable-prompt-tokens-details", "--served-model-name", "soak", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if tokenizer is not None:
         arguments += ["--tokenizer", str(tokenizer)]
@@ -849,75 +1160,74 @@ def serve_arguments(options: argparse.Namespace, tokenizer: Path | None, cache_d
             oscar["rotation"] = "hadamard"
         arguments += ["--additional-config", json.dumps({"oscar": oscar})]
         arguments += ["--num-gpu-blocks-override", str(options.blocks)]
-    elif options.cache_dtype == cache_dtype:
-        arguments += ["--num-gpu-blocks-override", str(options.blocks)]
+    else:
+        blocks = options.blocks - int(FULL_REQUESTS * WINDOW_BLOCKS)
+        arguments += ["--block-size", "128", "--num-gpu-blocks-override", str(blocks)]
     return [*arguments, *options.serve]
 
 
-def report(soak: Soak, options: argparse.Namespace, comparison: dict | None, log: str) -> dict:
+def report(soak: Soak | None, options: argparse.Namespace, comparison: dict | None, log: str) -> dict:
     """The run as one JSON object."""
-    record = soak.record
-    metrics = getattr(soak, "final_metrics", {})
-    counters = {name: metrics.get(f"vllm:{name}_total", 0.0) for name in COUNTERS}
-    asked = [question for question in soak.questions if question.name in soak.alone]
+    run = {"finished": False, "violations": [], "violation_kinds": {}} if soak is None else observed(soak)
     return {
-        "passed": not record.violations,
-        "violations": record.violations,
+        "passed": run["finished"] and not run["violation_kinds"],
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "host": {"python": platform.python_version(), "processor": platform.machine()},
         "server": list(dict.fromkeys(SHOWN_LOG_LINES.findall(log))),
-        "traffic": dict(record.traffic),
-        "segments": record.segments,
-        "checked": {
-            **{verdict: record.verdicts[verdict] for verdict in ("equal", "tie", "wrong")},
-            "logprob_moved": percentiles(record.moved),
-            "tolerance": options.tolerance,
-            "differences": record.differences,
-        },
-        "values_found_alone": [len(found(asked, soak.alone)), sum(q.expected is not None for q in asked)],
-        "pool": {"peak_usage": record.peak_usage, **counters},
-        "latency_seconds": {
-            "first token": percentiles(record.first_token),
-            "between tokens": percentiles(record.between_tokens),
-            "whole answer": percentiles(record.whole),
-        },
-        "memory": record.memory,
+        **run,
         "comparison": comparison,
-        "notes": record.notes,
     }
+
+
+def numbers(points: dict[str, float], factor: float = 1.0, digits: int = 4) -> str:
+    """A distribution in one line."""
+    return ", ".join(f"{name} {factor * value:.{digits}f}" for name, value in points.items()) or "none"
+
+
+def lines_of(run: dict) -> list[str]:
+    """What one server did, in a few lines."""
+    checked, pool = run["checked"], run["pool"]
+    activity = ", ".join(f"{name} {count}" for name, count in sorted(run["traffic"].items()))
+    bounds = {name: value for name, value in checked["bounds"].items() if isinstance(value, float)}
+    lines = [
+        f"traffic        {run['seconds']:.0f} s: {activity}",
+        f"answers        {checked['equal']} equal, {checked['tie']} ties, {checked['wrong']} wrong",
+        f"bounds         {numbers(bounds)} nats ({checked['bounds']['source']})",
+        f"drift          {numbers(checked['drift'])} nats per token",
+        f"answers' means {numbers(checked['mean drift of answers'])} nats",
+        f"ties' margins  {numbers(checked['margins of ties'])} nats",
+        f"pool           peak usage {pool['peak_usage']:.1%}, full in {pool['full_share']:.1%} of {pool['samples']} "
+        f"samples, {pool['num_preemptions']:.0f} preemptions, prefix hits {pool['prefix_cache_hits']:.0f} of "
+        f"{pool['prefix_cache_queries']:.0f} tokens, {pool['prompt_tokens']:.0f} prompt and "
+        f"{pool['generation_tokens']:.0f} generated tokens",
+    ]
+    lines += [f"{name:15}{numbers(points, 1000, 1)} ms" for name, points in run["latency_seconds"].items()]
+    for name, key in (("memory", "rss_mib"), ("GPU memory", "gpu_mib")):
+        samples = [sample[key] for sample in run["memory"] if sample[key] is not None]
+        if samples:
+            lines.append(f"{name:15}{samples[0]:.0f} MiB first, {max(samples):.0f} peak, {samples[-1]:.0f} at the end")
+    return lines + [f"note           {note}" for note in run["notes"]]
 
 
 def table(result: dict) -> str:
     """The report in a few lines."""
-    checked, pool = result["checked"], result["pool"]
-    counts = Counter(violation["kind"] for violation in result["violations"])
-    activity = ", ".join(f"{name} {count}" for name, count in sorted(result["traffic"].items()))
-    moved = " ".join(f"{name} {value:.4f}" for name, value in checked["logprob_moved"].items())
-    memory = [sample["rss_mib"] for sample in result["memory"] if sample["rss_mib"] is not None]
-    gpu = [sample["gpu_mib"] for sample in result["memory"] if sample["gpu_mib"] is not None]
-    lines = [
-        *result["server"],
-        f"traffic        {activity}",
-        f"answers        {checked['equal']} equal, {checked['tie']} ties, {checked['wrong']} wrong "
-        f"(tolerance {checked['tolerance']} nats; logprobs moved by {moved})",
-        f"pool           peak usage {pool['peak_usage']:.1%}, {pool['num_preemptions']:.0f} preemptions, prefix hits "
-        f"{pool['prefix_cache_hits']:.0f} of {pool['prefix_cache_queries']:.0f} tokens",
-    ]
-    for name, points in result["latency_seconds"].items():
-        lines.append(f"{name:15}" + ", ".join(f"{point} {1000 * value:.1f} ms" for point, value in points.items()))
-    for name, samples in (("memory", memory), ("GPU memory", gpu)):
-        if samples:
-            lines.append(f"{name:15}{samples[0]:.0f} MiB first, {max(samples):.0f} peak, {samples[-1]:.0f} at the end")
-    if result["comparison"]:
-        other = result["comparison"]
-        lines.append(
-            f"{other['dtype'] + ' cache':15}{other['equal']} of {other['questions']} answers equal; values found: "
+    lines = list(result["server"])
+    if "checked" in result:
+        lines += lines_of(result)
+    if other := result["comparison"]:
+        lines += [f"{other['dtype']} cache:", *("  " + line for line in lines_of(other["reference"]))]
+        effect = other["effect"]
+        lines += [
+            f"effect         {numbers(effect['tokens'])} nats on {effect['count']} tokens alone; on margins "
+            f"{numbers(effect['margins'])}",
+            f"alone          {other['equal']} of {other['questions']} answers as with {other['dtype']}; values found: "
             f"{other['found_by_reference']}, here {other['found']} of {other['with_expected_value']}, "
-            f"lost {len(other['lost'])}"
-        )
-    lines += [f"note           {note}" for note in result["notes"]]
-    verdict = "passed" if result["passed"] else ", ".join(f"{count} x {kind}" for kind, count in counts.items())
-    return "\n".join([*lines, f"result         {verdict}"])
+            f"lost {len(other['lost'])}",
+        ]
+    counts = [f"{count} x {kind}" for kind, count in result["violation_kinds"].items()]
+    if not result["finished"]:
+        counts.append("not finished")
+    return "\n".join([*lines, f"result         {', '.join(counts) or 'passed'}"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -941,14 +1251,18 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--segment", type=float, help="seconds between two checks of the idle server (a 20th of the run, at least 15)"
     )
-    top.add_argument("--tolerance", type=float, help=f"nats of noise in a logprob ({TOLERANCE})")
+    top.add_argument("--tolerance", type=float, help="nats of drift that are allowed (measured; see above)")
     top.add_argument("--request-timeout", type=float, default=600.0, help="seconds (%(default)s)")
     serve = top.add_argument_group("a server of our own")
     serve.add_argument("--tokenizer", type=Path, help="folder (the model's)")
     serve.add_argument("--artifact", type=Path, help="calibration artifact (MODEL/oscar_int2, or a Hadamard rotation)")
     serve.add_argument("--cache-dtype", default="oscar_int2", help="(%(default)s)")
     serve.add_argument("--prefill", default="invariant", choices=tuple(TOLERANCE), help="(%(default)s)")
-    serve.add_argument("--compare-dtype", help="answers of this cache dtype are compared first, such as auto")
+    serve.add_argument(
+        "--compare-dtype",
+        help="cache dtype of the server that answers first (auto without --tolerance; none: no such server)",
+    )
+    serve.add_argument("--compare-minutes", type=float, help="of traffic for it (a fifth of --minutes, at least one)")
     serve.add_argument(
         "--max-lost",
         type=float,
@@ -966,59 +1280,119 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options with the defaults that depend on others."""
     options = parser().parse_args(arguments)
-    if options.tolerance is None:
-        options.tolerance = TOLERANCE[options.prefill]
+    if options.compare_dtype is None and options.tolerance is None and options.cache_dtype.startswith("oscar"):
+        options.compare_dtype = "auto"
+    if options.compare_dtype == "none" or options.base_url:
+        options.compare_dtype = None
+    if options.compare_minutes is None:
+        options.compare_minutes = min(options.minutes, max(1.0, options.minutes / 5))
     if options.segment is None:
         options.segment = max(15.0, 3 * options.minutes)
     if options.blocks is None:
-        options.blocks = int(2.5 * (options.max_model_len / 128 + 64))
+        options.blocks = int(FULL_REQUESTS * (options.max_model_len / 128 + WINDOW_BLOCKS))
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 if anything was wrong."""
-    options = parse(arguments)
-    comparison = None
-    with tempfile.TemporaryDirectory(prefix="oscar-soak-") as work:
+def stated_bounds(options: argparse.Namespace, cache_dtype: str) -> Bounds:
+    """The bounds without a measurement."""
+    if options.tolerance is not None:
+        return Bounds.of_tolerance(options.tolerance, "--tolerance")
+    kind = options.prefill if cache_dtype.startswith("oscar") else "unquantized"
+    return Bounds.of_tolerance(TOLERANCE[kind], f"not measured; the default, {kind}")
+
+
+class Run:
+    """One run of the command line: its servers one after the other, and the report at any time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.reference: Soak | None = None
+        self.soak: Soak | None = None
+        self.server: Server | None = None
+
+    def save(self, soak: Soak | None = None) -> dict:
+        """Write and return the report, whatever there is to report."""
+        log = self.server.log_path.read_text(errors="replace") if self.server is not None else ""
+        comparison = None
+        if self.soak is not None and self.reference is not None:
+            comparison = compare_dtypes(self.soak, self.reference)
+        result = report(self.soak, self.options, comparison, log)
+        unfinished = self.options.report.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(result, indent=1) + "\n")
+        unfinished.replace(self.options.report)
+        return result
+
+    def everything(self, work: Path) -> None:
+        """Reference server and server, each with its traffic.
+
+        Raises:
+            SystemExit: a server does not start, or the reference does not answer.
+            KeyboardInterrupt: the run is to end.
+
+        """
+        options = self.options
         if options.base_url:
-            soak, log = Soak(options.base_url.rstrip("/"), None, options), ""
+            bounds = stated_bounds(options, options.cache_dtype)
+            self.soak = Soak(options.base_url.rstrip("/"), None, options, bounds, options.minutes, self.save)
+            asyncio.run(self.soak.drive())
+            return
+        tokenizer = options.tokenizer
+        if tokenizer is None and not (options.model / "tokenizer_config.json").exists():
+            tokenizer = write_byte_tokenizer(options.model, work / "tokenizer")
+        if options.compare_dtype:
+            print(f"server with cache dtype {options.compare_dtype}", flush=True)
+            with self.serving(options.compare_dtype, tokenizer, options.compare_minutes, lambda _: None) as reference:
+                asyncio.run(reference.drive())
+            if not reference.record.finished:
+                reasons = [violation["detail"] for violation in reference.record.violations]
+                raise SystemExit(
+                    f"the {options.compare_dtype} server did not get to the end: {reasons[:3] or INTERRUPTED}"
+                )
+            self.reference = reference
+        print(f"server with cache dtype {options.cache_dtype}", flush=True)
+        with self.serving(options.cache_dtype, tokenizer, options.minutes, self.save) as soak:
+            self.soak, soak.reference = soak, self.reference
             asyncio.run(soak.drive())
-        else:
-            tokenizer = options.tokenizer
-            if tokenizer is None and not (options.model / "tokenizer_config.json").exists():
-                tokenizer = write_byte_tokenizer(options.model, Path(work) / "tokenizer")
-            reference = None
-            if options.compare_dtype:
-                try:
-                    reference, _ = serve_and(Soak.prepare, options, tokenizer, options.compare_dtype)
-                except (ServerDied, NoAnswerAlone) as error:
-                    raise SystemExit(f"the {options.compare_dtype} server did not answer: {error}") from error
-            soak, log = serve_and(Soak.drive, options, tokenizer, options.cache_dtype)
-            if reference is not None and len(soak.alone) >= len(soak.questions) > 0:
-                comparison = compare_dtypes(soak, reference)
-                lost, known = len(comparison["lost"]), comparison["found_by_reference"]
-                if lost > options.max_lost * known:
-                    soak.record.violation("lost values", f"{lost} of {known}")
-    result = report(soak, options, comparison, log)
-    options.report.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+        if self.reference is not None and soak.record.finished:
+            comparison = compare_dtypes(soak, self.reference)
+            lost, known = len(comparison["lost"]), comparison["found_by_reference"]
+            if lost > options.max_lost * known:
+                soak.record.violation("lost values", f"{lost} of {known}")
+
+    @contextlib.contextmanager
+    def serving(
+        self, cache_dtype: str, tokenizer: Path | None, minutes: float, save: Callable[[Soak], Any]
+    ) -> Iterator[Soak]:
+        """A server of our own that answers, stopped at the end."""
+        log_path = self.options.report.with_suffix(f".{cache_dtype}.log").resolve()
+        self.server = server = Server(serve_arguments(self.options, tokenizer, cache_dtype), log_path)
+        try:
+            server.wait_until_healthy()
+            yield Soak(server.url, server, self.options, stated_bounds(self.options, cache_dtype), minutes, save)
+        finally:
+            server.stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 if anything was wrong or the run did not get to its end."""
+    options = parse(arguments)
+    run = Run(options)
+    with tempfile.TemporaryDirectory(prefix="oscar-soak-") as work:
+        try:
+            run.everything(Path(work))
+        except (KeyboardInterrupt, SystemExit) as stop:
+            print(str(stop) or INTERRUPTED, file=sys.stderr, flush=True)
+    result = run.save()
+    print(table(result), flush=True)
     return 0 if result["passed"] else 1
 
 
-def serve_and(
-    action: Callable[[Soak], Any], options: argparse.Namespace, tokenizer: Path | None, cache_dtype: str
-) -> tuple[Soak, str]:
-    """Start a server, run ``action`` on it, stop it; returns the soak and the server's log."""
-    log_path = options.report.with_suffix(f".{cache_dtype}.log").resolve()
-    server = Server(serve_arguments(options, tokenizer, cache_dtype), log_path)
-    try:
-        server.wait_until_healthy()
-        soak = Soak(server.url, server, options)
-        asyncio.run(action(soak))
-    finally:
-        server.stop()
-    return soak, server.log_path.read_text(errors="replace")
+def interruptible() -> None:
+    """SIGTERM does what SIGINT does, also in the background of a shell, where SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 if __name__ == "__main__":
+    interruptible()
     sys.exit(main())

@@ -10,6 +10,8 @@ import hashlib
 import json
 import math
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -39,27 +41,119 @@ def answer(tokens: str, logprobs: list[float] | None = None, rivals: dict[int, t
 
 
 ALONE = answer("abcd", rivals={2: ("x", 0.15)})
+LONG = "abcdefghij"
+BOUNDS = soak.Bounds(token=0.1, answer=0.05, margin=0.2, run_rms=None, run_p98=None, source="test")
 
 
 @pytest.mark.parametrize(
-    ("other", "verdict", "reason"),
+    ("alone", "other", "verdict", "reason"),
     [
-        (answer("abcd"), "equal", ""),
-        (answer("abcd", [-0.1, -0.1, -0.1, -0.19]), "equal", ""),
-        (answer("abcd", [-0.1, -0.1, -0.1, -0.21]), "wrong", "a logprob moved by 0.110 nats"),
-        (answer("abxy"), "tie", "token 2 differs; alone it was 0.150 nats less likely"),
-        (answer("abxy", [-0.1, -0.5, -0.1, -0.1]), "wrong", "a logprob moved by 0.400"),
-        (answer("abzy"), "wrong", "token 2 is none of the 10 most likely"),
-        (answer("abcz"), "wrong", "token 3 differs; alone it was 5.000 nats less likely"),
-        (answer("abc"), "wrong", "3 tokens instead of 4"),
-        (answer("abcde"), "wrong", "5 tokens instead of 4"),
+        (ALONE, answer("abcd"), "equal", ""),
+        (ALONE, answer("abcd", [-0.1, -0.1, -0.1, -0.19]), "equal", ""),
+        (ALONE, answer("abcd", [-0.1, -0.1, -0.1, -0.21]), "wrong", "a logprob moved by 0.110 nats"),
+        (ALONE, answer("abxy"), "tie", "token 2 differs; alone the margin was 0.150 nats"),
+        (ALONE, answer("abxy", [-0.1, -0.5, -0.1, -0.1]), "wrong", "a logprob moved by 0.400"),
+        (ALONE, answer("aby", rivals={2: ("c", 0.15)}), "tie", "token 2 differs; under load the margin was 0.150"),
+        (ALONE, answer("aby", rivals={2: ("c", 0.25)}), "wrong", "token 2 differs; under load the margin was 0.250"),
+        (ALONE, answer("abyy"), "wrong", "token 2 is none of the 20 most likely"),
+        (ALONE, answer("abcz"), "wrong", "token 3 differs; alone the margin was 5.000 nats"),
+        (ALONE, answer("abc"), "wrong", "3 tokens instead of 4"),
+        (ALONE, answer("abcde"), "wrong", "5 tokens instead of 4"),
+        (answer(LONG), answer(LONG, [-0.14] * 10), "equal", ""),
+        (answer(LONG), answer(LONG, [-0.16] * 10), "wrong", "10 logprobs moved by 0.060 nats on average"),
     ],
-    ids=["same", "noise", "moved", "tie", "moved before a tie", "unlikely", "other word", "short", "long"],
-)
-def test_answers_are_compared_token_by_token(other, verdict, reason):
-    comparison = soak.compare(ALONE, other, tolerance=0.1)
+    ids=[
+        "same", "noise", "moved", "tie", "moved before a tie", "tie by the other's list", "no tie by that", "unlikely",
+        "other word", "short", "long", "all moved a little", "all moved",
+    ],
+)  # fmt: skip
+def test_answers_are_compared_token_by_token(alone, other, verdict, reason):
+    comparison = soak.compare(alone, other, BOUNDS)
     assert comparison.verdict == verdict
     assert reason in comparison.reason
+
+
+def noisy(spread: float, seed: int, reading: int, flipped: float = 1.0) -> soak.Answer:
+    """An answer of 10 tokens; codes of ``flipped`` of its numbers differ between readings, the rest are the seed's."""
+    common, own = random.Random(seed), random.Random(1000 * seed + reading)
+
+    def error() -> float:
+        shared, mine = common.gauss(0, spread), own.gauss(0, spread)
+        return mine if own.random() < flipped else shared
+
+    errors = [(error(), error()) for _ in LONG]
+    result = soak.Answer(text=LONG)
+    for token, (chosen, second) in zip(LONG, errors, strict=True):
+        result.add(token, -0.5 + chosen, {token: -0.5 + chosen, "z": -6.0 + second})
+    return result
+
+
+def test_bounds_follow_from_the_effect_of_quantization():
+    """Readings as far apart as quantization moves them pass; an answer that lost its context by a nat does not."""
+    effects = soak.Effects()
+    for seed in range(40):
+        effects.add(noisy(0.1, seed, 0), noisy(0.0, seed, 0))
+    bounds = effects.bounds("invariant", "auto")
+    assert bounds is not None
+    assert bounds.token == 2 * max(effects.tokens)
+    assert 0.4 < bounds.token < 1.0
+    assert 0.15 < bounds.answer < 0.5
+    assert bounds.run_rms == pytest.approx(0.1, rel=0.1)
+    assert bounds.run_p98 == pytest.approx(2 * 0.258, rel=0.2)  # 2.58 standard deviations
+    exact = effects.bounds("exact", "auto")
+    assert exact is not None
+    assert (exact.run_rms, exact.token) == (2 * bounds.run_rms, bounds.token)
+    record = soak.Record()
+    for seed in range(40):
+        for reading in range(1, 30):
+            alone, other = noisy(0.1, seed, 0, 0.05), noisy(0.1, seed, reading, 0.05)
+            comparison = soak.compare(alone, other, bounds)
+            assert comparison.verdict == "equal"
+            record.compared(soak.Question("q", "plain", {}), "under load", alone, other, comparison)
+    drift = record.drift.summary()
+    assert bounds.run_rms / 3 < drift["rms"] < bounds.run_rms
+    assert drift["p98"] < bounds.run_p98
+    lost = noisy(1.0, 7, 31)
+    assert soak.compare(noisy(0.1, 7, 0), lost, bounds).verdict == "wrong"
+
+
+def test_few_tokens_make_no_bounds():
+    effects = soak.Effects()
+    effects.add(answer(LONG), answer(LONG))
+    assert effects.bounds("invariant", "auto") is None
+
+
+def test_effects_end_at_the_first_difference():
+    effects = soak.Effects()
+    other = answer("abxdefghij", [-0.3] * 10, rivals={2: ("c", 0.2)})
+    effects.add(answer("abcdefghij", rivals={2: ("x", 0.4)}), other)
+    assert effects.tokens == pytest.approx([0.2, 0.2, 0.4, 0.2])  # c: -0.1 and -0.5; x: -0.3 and -0.5
+    assert effects.answers == []
+    assert max(effects.margins) == pytest.approx(0.6)  # 0.4 for c became 0.2 for x
+
+
+def test_a_distribution_is_that_of_its_numbers():
+    distribution = soak.Distribution()
+    values = [random.Random(0).lognormvariate(-3, 1) for _ in range(1)] + [n / 1000 for n in range(1000)]
+    for value in values:
+        distribution.add(value)
+    summary = distribution.summary()
+    assert summary["mean"] == pytest.approx(sum(values) / len(values))
+    assert summary["p50"] == pytest.approx(0.5, rel=0.012)
+    assert summary["p99.9"] == pytest.approx(0.999, rel=0.012)
+    assert summary["max"] == 0.999
+    assert len(distribution.bins) < 700
+    assert soak.Distribution().summary() == {}
+
+
+def test_records_do_not_grow_with_the_run():
+    record = soak.Record()
+    wrong = soak.Comparison("wrong", [0.5] * 10, None, "test")
+    for _ in range(3 * soak.KEPT):
+        record.compared(soak.Question("q", "plain", {}), "under load", answer(LONG), answer(LONG), wrong)
+    assert len(record.differences) == len(record.violations) == soak.KEPT
+    assert record.violation_kinds == {"wrong answer": 3 * soak.KEPT}
+    assert len(record.furthest) == 10
 
 
 def test_a_nan_is_not_finite():
@@ -277,6 +371,41 @@ def test_a_run_that_did_not_exercise_the_server_fails(tmp_path):
     assert {violation["kind"] for violation in violations} == {"coverage"}
 
 
+def start_script(arguments: list[str], folder: Path, **changes: str) -> subprocess.Popen:
+    """The script as a user starts it; what it prints goes to ``output.txt``."""
+    with open(folder / "output.txt", "w") as output:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "soak.py"), "--report", str(folder / "report.json"), *arguments],
+            env=environment(PYTHONPATH=os.environ.get("PYTHONPATH", ""), **changes),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a shell does with background jobs
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_reports_what_it_saw(number, tmp_path):
+    with stub("none") as url:
+        command = ["--base-url", url, "--minutes", "60", "--segment", "0.5", "--concurrency", "3", "--questions", "9"]
+        process = start_script(command, tmp_path)
+        report, deadline = tmp_path / "report.json", time.monotonic() + 60
+        while not report.exists() or json.loads(report.read_text())["segments"] < 2:
+            assert process.poll() is None, (tmp_path / "output.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(30) == 1
+    result = json.loads(report.read_text())
+    assert not result["passed"]
+    assert not result["finished"]
+    assert soak.INTERRUPTED in result["notes"]
+    assert result["violations"] == []
+    assert result["checked"]["equal"] > 20
+    output = (tmp_path / "output.txt").read_text().splitlines()
+    assert sum(" violations; memory {" in line for line in output) >= 2  # one line per segment
+    assert output[-1].split() == ["result", "not", "finished"]
+
+
 # -------------------------------------------------------------------------------------------------- the short form
 
 MODEL = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4, sharpness=1.0)
@@ -287,28 +416,21 @@ SMALL = ["--concurrency", "6", "--questions", "12", "--conversations", "2", "--t
 
 
 @contextlib.contextmanager
-def real_run(folder: Path, minutes: str) -> Iterator[subprocess.Popen]:
-    """The script as a user starts it, on a random model without a tokenizer."""
-    model = write_model(MODEL, folder)
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--model", str(model), "--minutes", minutes]
-    with open(folder / "output.txt", "w") as output:
-        process = subprocess.Popen(
-            [*command, "--report", str(folder / "report.json"), *SMALL, *SERVE, *FORWARDED],
-            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", PYTHONPATH=os.environ.get("PYTHONPATH", "")),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait()
+def real_run(folder: Path, minutes: str, *more: str) -> Iterator[subprocess.Popen]:
+    """A run on a random model without a tokenizer."""
+    command = ["--model", str(write_model(MODEL, folder)), "--minutes", minutes, *SMALL, *SERVE, *more, *FORWARDED]
+    process = start_script(command, folder, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @pytest.mark.slow
 def test_one_minute_on_a_real_server(tmp_path):
-    with real_run(tmp_path, "1") as process:
-        status = process.wait(540)
+    with real_run(tmp_path, "1", "--compare-dtype", "auto", "--compare-minutes", "0.2") as process:
+        status = process.wait(800)
     output = (tmp_path / "output.txt").read_text()
     print(output[-3000:])
     assert status == 0, output[-3000:]
@@ -320,14 +442,15 @@ def test_one_minute_on_a_real_server(tmp_path):
     assert result["pool"]["prefix_cache_hits"] > 0
     assert result["traffic"]["turns with a prefix hit"] > 0
     assert len(result["memory"]) >= 3
+    assert result["comparison"]["reference"]["checked"]["equal"] >= 20
+    assert result["comparison"]["effect"]["count"] >= soak.ENOUGH_EFFECTS
 
 
 @pytest.mark.slow
 def test_a_killed_engine_is_reported(tmp_path):
     with real_run(tmp_path, "2") as process:
         deadline = time.monotonic() + 300
-        log = tmp_path / "report.oscar_int2.log"
-        while not log.exists() or "POST /v1/completions" not in log.read_text():
+        while "questions asked alone" not in (tmp_path / "output.txt").read_text():
             assert process.poll() is None, (tmp_path / "output.txt").read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.5)
