@@ -99,7 +99,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     share = successes / trials
     centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     half = NORMAL_95 / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def mcnemar(lost: int, gained: int) -> float:

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Fidelity on one GPU, in minutes: KL, retrieval up to the model's limit and exact match, with the baselines.
+#
+#   bash scripts/fidelity_gpu.sh MODEL OUT_DIR
+#
+# MODEL is a folder with a transformers model; its artifact MODEL/oscar_int2 is the configuration `default` (made here if
+# it is missing), the reference's is made in OUT_DIR/reference. Nothing is downloaded. The parts run side by side,
+# because a small model leaves most of a GPU idle; each writes OUT_DIR/PART.log, its table at the end, and rows to
+# OUT_DIR/PART.csv (…_retrieval.csv, …_answers.csv). The tables are printed at the end, and the exit status is that of
+# the worst part. DTYPE (float32), DEVICE (cuda), LENGTHS (2048 4096 8192), TRIALS (10: prompts of five questions for each
+# of two texts and two seeds), WINDOWS (24), TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS and
+# PYTHON can be set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+model=$1 out=$2
+python=${PYTHON:-python3} dtype=${DTYPE:-float32} device=${DEVICE:-cuda}
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+mkdir -p "$out/reference"
+
+calibrate() { # FOLDER ARGUMENTS…
+    local folder=$1
+    shift
+    [ -e "$folder/oscar_config.json" ] || $python -m calib --model "$model" --output-dir "$folder" --dtype "$dtype" \
+        --device-map "$device" ${CALIB:-} "$@" >>"$out/calibration.log" 2>&1 || { cat "$out/calibration.log"; exit 1; }
+}
+
+calibrate "$model/oscar_int2"
+calibrate "$out/reference" --preset reference
+echo "calibrated after $SECONDS s"
+
+both=(--artifact "default=$model/oscar_int2" --artifact "reference=$out/reference")
+pids=() names=()
+start() { # KIND NAME ARGUMENTS…
+    local kind=$1 part=$2
+    shift 2
+    [[ " ${PARTS:-kl retrieval exact-match} " == *" $kind "* ]] || return 0
+    names+=("$part")
+    $python scripts/eval_fidelity.py --model "$model" --dtype "$dtype" --device "$device" "${both[@]}" \
+        --csv "$out/$part.csv" "$@" >"$out/$part.log" 2>&1 &
+    pids+=($!)
+}
+
+for text in manual code; do
+    start kl kl-$text --text $text --windows "${WINDOWS:-24}" --tokens "${TOKENS:-2048}" \
+        --configurations bf16,float,naive,hadamard,uncalibrated,int4_hadamard,kivi2,turboquant3
+done
+for length in ${LENGTHS:-8192 4096 2048}; do
+    depths=10,30,50,70,90
+    [ "$length" -gt 2048 ] || depths=10,25,40,55,70 # deeper ones would be among the recent tokens
+    start retrieval retrieval-$length --retrieval --text manual,code --lengths "$length" --depths $depths --seeds 0,1 \
+        --trials "${TRIALS:-10}" --batch 2 --configurations bf16,int4_hadamard,kivi2
+done
+start exact-match exact-match --exact-match --text code --tokens "${TOKENS:-2048}" --windows "${WINDOWS:-24}" --seeds 0,1 \
+    --trials "${TRIALS:-10}" --batch 2 --configurations bf16,int4_hadamard,kivi2
+
+status=0
+for i in "${!pids[@]}"; do
+    wait "${pids[$i]}" || status=$?
+    echo "== ${names[$i]}, after $SECONDS s"
+    tr '\r' '\n' <"$out/${names[$i]}.log" | grep -v -e 'it/s' -e 's/it' -e '/configuration' -e '/window' | tail -40
+done
+exit $status
