@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small tasks with one right answer, for `eval_fidelity.py --exact-match`; fidelity_answers.py says what is right.
 
-* ``sums``: word problems with one addition or subtraction, one after the other, each with its answer. Asked are those
-  behind the first page of history, so that all but the newest examples lie in INT2 pages.
-* ``lookup``: a table of names with two amounts each, problems of ``sums`` until the table lies in history, then one of
-  every row's amounts.
+* ``sums``: word problems with one addition or subtraction, written out, one after the other, each with its answer. Asked
+  are those behind the first page of history, so that all but the newest examples lie in INT2 pages.
+* ``lookup``: a table of names and numbers, problems of ``sums`` until the table lies in history, then the table again in
+  another order, its numbers asked for.
 * ``code``: a window of real code. Of every line of at least `LINE_TOKENS` tokens behind the first page of history
   the second half is asked for.
 * ``repeats``: of those lines the ones whose second half, with the token before it, stood in history and not since, so
@@ -29,8 +29,8 @@ TASKS = ("sums", "lookup", "code", "repeats")
 NAMES = ("Tom", "Lia", "Omar", "Ines", "Paul", "Nina", "Ravi", "Elsa", "Hugo", "Mina", "Karl", "Dora", "Ivan", "Rosa",
          "Sami", "Vera", "Leon", "Anna", "Finn", "Zoe")  # fmt: skip
 THINGS = ("apples", "coins", "books", "pens", "cards", "shells", "stamps", "nuts")
-PLUS = "{name} has {a} {thing} and gets {b} more. Now {name} has"
-MINUS = "{name} has {a} {thing} and gives away {b}. Now {name} has"
+PLUS = "{name} has {a} {thing} and gets {b} more: {a} + {b} ="
+MINUS = "{name} has {a} {thing} and gives away {b}: {a} - {b} ="
 ROWS = 12
 LINE_TOKENS = 8
 
@@ -62,7 +62,7 @@ class _Writer:
 
     def ask_sum(self, generator: random.Random) -> None:
         """A word problem."""
-        a, b, thing = generator.randrange(20, 80), generator.randrange(2, 20), generator.choice(THINGS)
+        a, b, thing = generator.randrange(10, 20), generator.randrange(2, 10), generator.choice(THINGS)
         sentence, answer = generator.choice(((PLUS, a + b), (MINUS, a - b)))
         self.ask(sentence.format(name=generator.choice(NAMES), a=a, b=b, thing=thing), str(answer))
         self.add(f" {thing}.\n")
@@ -85,18 +85,18 @@ def lookup(tokenizer: Any, generator: random.Random, *, segments: Segments, leng
 
     """
     names = generator.sample(NAMES, ROWS)
-    amounts = {name: (generator.randrange(10, 100), generator.randrange(10, 100)) for name in names}
+    bottles = {name: generator.randrange(100, 1000) for name in names}
+    head = "| name | bottles |\n|---|---|\n"
     questions = _Writer(tokenizer)
-    questions.add("\nThe cellar again:\n")
+    questions.add(f"\nThe table again, in another order:\n\n{head}")
     for name in generator.sample(names, ROWS):
-        column = generator.randrange(2)
-        questions.ask(f"{('apples', 'pears')[column]} of {name} in the cellar:", str(amounts[name][column]))
-        questions.add("\n")
+        questions.ask(f"| {name} |", str(bottles[name]))
+        questions.add(" |\n")
     writer = _Writer(tokenizer)
     while len(writer.ids) < segments.sink:
         writer.ask_sum(generator)
-    writer.add("\nWhat they have in the cellar:\n\n| name | apples | pears |\n|---|---|---|\n")
-    writer.add("".join(f"| {name} | {apples} | {pears} |\n" for name, (apples, pears) in amounts.items()) + "\n")
+    writer.add(f"\nWhat they have in the cellar:\n\n{head}")
+    writer.add("".join(f"| {name} | {number} |\n" for name, number in bottles.items()) + "\n")
     until = length - len(questions.ids)
     if len(writer.ids) > until - segments.recent:
         raise SystemExit(f"{length} tokens are too few for a table in history; raise --tokens")

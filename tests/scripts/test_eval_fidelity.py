@@ -178,8 +178,9 @@ def test_sums_are_right_and_asked_behind_the_first_page(script):
     assert all(start > 320 for start, _ in case.answers)
     for start, end in case.answers:
         sentence = words[:start].splitlines()[-1]
-        a, b = (int(word.strip(".")) for word in sentence.split() if word.strip(".").isdigit())
+        a, b, *written = [int(word.strip(":")) for word in sentence.split() if word.strip(":").isdigit()]
         assert int(words[start:end]) == (a - b if "away" in sentence else a + b)
+        assert written == [a, b]
 
 
 def test_a_table_is_asked_for_when_it_lies_in_history(script):
@@ -187,15 +188,18 @@ def test_a_table_is_asked_for_when_it_lies_in_history(script):
     case = tasks.lookup(ByteTokenizer(), random.Random(1), segments=SEGMENTS, length=2500)
     assert len(case.ids) == 2500
     words = bytes(case.ids.tolist()).decode()
-    table = {line.split(" | ")[0][2:]: line[:-2].split(" | ")[1:] for line in words.splitlines() if "|" in line}
+    rows = [line.split(" | ") for line in words.splitlines() if line.startswith("| ") and "name" not in line]
+    table, again = dict(rows[: tasks.ROWS]), dict(rows[tasks.ROWS :])
+    assert table == again
+    assert list(table) != list(again)
     assert len(case.answers) == tasks.ROWS
     for start, end in case.answers:
-        column, _, name, *_ = words[:start].splitlines()[-1].split()
-        assert words[start:end] == " " + table[name][("apples", "pears").index(column)]
+        name = words[:start].splitlines()[-1].removesuffix(" |")
+        assert words[start:end] == " " + table[name].removesuffix(" |")
     assert SEGMENTS.sink <= words.index("| name")
-    assert words.rindex("|") <= case.answers[0][0] - SEGMENTS.recent
-    with pytest.raises(SystemExit, match="800 tokens are too few for a table in history"):
-        tasks.lookup(ByteTokenizer(), random.Random(1), segments=SEGMENTS, length=800)
+    assert words.index("\n\n", words.index("|---|")) <= case.answers[0][0] - SEGMENTS.recent
+    with pytest.raises(SystemExit, match="600 tokens are too few for a table in history"):
+        tasks.lookup(ByteTokenizer(), random.Random(1), segments=SEGMENTS, length=600)
 
 
 def test_lines_are_asked_for_by_halves_and_copies_are_known(script):
