@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small tasks with one right answer, for `eval_fidelity.py --exact-match`; fidelity_answers.py says what is right.
 
-* ``sums``: word problems with one addition or subtraction, written out, one after the other, each with its answer. Asked
-  are those behind the first page of history, so that all but the newest examples lie in INT2 pages.
-* ``lookup``: a table of names and numbers, problems of ``sums`` until the table lies in history, then the table again in
-  another order, its numbers asked for.
+* ``sums``: word problems with one addition or subtraction, written out, one after the other, each with its answer.
+  Asked are those behind the first page of history, so that all but the newest examples lie in INT2 pages.
+* ``lookup``: a table of names and numbers, problems of ``sums`` until the table lies in history, then the table again
+  in another order, its numbers asked for.
 * ``code``: a window of real code. Of every line of at least `LINE_TOKENS` tokens behind the first page of history
   the second half is asked for.
 * ``repeats``: of those lines the ones whose second half, with the token before it, stood in history and not since, so
