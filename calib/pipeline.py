@@ -67,6 +67,8 @@ class CalibrationResult:
             f"held-out text: KL to the exact model {figures['kl']:.5f} nats, same top token {figures['top1']:.2%}, "
             f"perplexity {figures['perplexity']:.4f} (exact {figures['exact_perplexity']:.4f})"
         )
+        if self.artifact.not_for_serving:
+            lines.append(self.artifact.not_for_serving)
         return "\n".join(lines)
 
 

@@ -35,6 +35,8 @@ def describe(artifact: Artifact) -> str:
     ]
     if "model" in artifact.metrics:
         lines.append(f"held out     {json.dumps(artifact.metrics['model'])}")
+    if artifact.not_for_serving:
+        lines.append(artifact.not_for_serving)
     lines.append("layer  key quantizer   value quantizer  directions with 0/2/4/6/8 bits per KV head")
     for index, codec in sorted(artifact.layers.items()):
         # A direction of b bits owns b/2 slots of 2**b levels each.

@@ -15,7 +15,7 @@ import torch
 from calib import PRESETS, Recipe, calibrate, pipeline
 from calib.__main__ import main
 from calib.pipeline import CHECKPOINT
-from oscar_vllm.artifact import Artifact
+from oscar_vllm.artifact import SERVABLE_KL, Artifact
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
 from tests.calib.models import ByteTokenizer, random_model
 
@@ -50,7 +50,9 @@ def test_a_run_writes_a_valid_artifact_for_the_model(tmp_path, shape, recipe):
     assert artifact.artifact_id in (tmp_path / "README.md").read_text()
     candidates = artifact.metrics["candidates"]
     assert artifact.metrics["model"]["kl"] == min(candidates.values())
-    assert len(result.table().splitlines()) == 2 + 2 + 1 + (len(candidates) > 1) * (1 + len(candidates))
+    unfit = artifact.metrics["model"]["kl"] > SERVABLE_KL
+    assert len(result.table().splitlines()) == 2 + 2 + 1 + (len(candidates) > 1) * (1 + len(candidates)) + unfit
+    assert ("NOT FOR SERVING" in result.table()) == unfit
 
 
 def test_the_candidate_with_the_least_final_kl_is_written(tmp_path, monkeypatch):

@@ -631,6 +631,13 @@ def test_inspect_shows_or_refuses(tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("metrics", "fit"), [({}, True), ({"kl": 0.05}, True), ({"kl": 0.0501}, False)])
+def test_inspect_says_what_is_not_for_serving(tmp_path, capsys, metrics, fit):
+    replace(example(), metrics={"model": metrics}).save(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert ("NOT FOR SERVING: KL of 0.050 nats" in capsys.readouterr().out) == (not fit)
+
+
 def test_inspect_counts_the_bits_of_each_layer(tmp_path, capsys):
     example().save(tmp_path)
     main(["inspect", str(tmp_path)])
