@@ -82,8 +82,11 @@ def segmented_attention(call: AttentionCall, store: Store | None, segments: Segm
     outputs = []
     for query, key, value in zip(call.query, call.key, call.value, strict=True):
         stored = (key, value) if store is None else store(key, value)
-        tokens = torch.arange(key.shape[1], device=key.device)
-        blocks = [_attend_block(call, query, key, value, stored, block, segments) for block in tokens.split(_QUERIES)]
+        length = key.shape[1]
+        blocks = [
+            _attend_block(call, query, key, value, stored, range(first, min(first + _QUERIES, length)), segments)
+            for first in range(0, length, _QUERIES)
+        ]
         outputs.append(torch.cat(blocks, 1))
     return torch.stack(outputs).to(call.query.dtype)
 
@@ -94,22 +97,22 @@ def _attend_block(
     key: Tensor,
     value: Tensor,
     stored: tuple[Tensor, Tensor],
-    position: Tensor,
+    block: range,
     segments: Segments,
 ) -> Tensor:
-    """[Hq, n, d] output of the queries at consecutive ``position`` [n]: one softmax over exact and stored tokens.
+    """[Hq, n, d] output of the queries at the positions ``block``: one softmax over exact and stored tokens.
 
     A layer's learned sinks are in its denominator.
     """
-    first, end = int(position[0]), int(position[-1]) + 1
+    first, end = block.start, block.stop
     sink = min(segments.sink, end)
     near = torch.arange(max(sink, first - segments.recent + 1), end, device=key.device)
     exact = torch.cat([torch.arange(sink, device=key.device), near])
     history = torch.arange(sink, max(sink, end - segments.recent), device=key.device)
-    at = position[:, None]
+    at = torch.arange(first, end, device=key.device)[:, None]
     reads_exact = (exact <= at) & ((exact < segments.sink) | (exact > at - segments.recent))
     reads_history = history <= at - segments.recent
-    queries = query[:, position]
+    queries = query[:, first:end]
     logits = torch.cat(
         [grouped_logits(queries, key[:, exact], call), grouped_logits(queries, stored[0][:, history], call)], -1
     )

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from calib import PRESETS, calibrate
-from calib.simulate import Segments
+from calib.capture import AttentionCall
+from calib.simulate import Segments, page_store
 from oscar_vllm.errors import OscarArtifactError
 from tests.calib.models import ByteTokenizer, random_model
 
@@ -68,6 +69,28 @@ def test_scores_rank_the_configurations(script, model, artifact):
     assert layers["default"][0][0] < layers["naive"][0][0]
     assert "rank correlation" in script.fidelity_layers.summary(layers, kl)
     assert len(script.fidelity_layers.rows(layers)) == len(layers) * model.config.num_hidden_layers
+
+
+CONSTANTS = ["float", "naive", "hadamard", "uncalibrated", "int4_hadamard", "kivi2", "turboquant3"]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_are_made_on_the_device_of_the_keys(script, model, name):
+    """On the device `meta`, whose elementwise operations refuse tensors of the CPU as a GPU's do."""
+    query = torch.empty(1, 4, 1500, 64, device="meta")
+    key = torch.empty(1, 2, 1500, 64, device="meta")
+    call = AttentionCall(0, query, key, key, 0.125, None, model.model.layers[0].self_attn, None)
+    configuration = script.configurations([name], {}, model.config, SEGMENTS)[name]
+    output = configuration.attention(SEGMENTS)(call)
+    assert (output.device.type, output.shape) == ("meta", query.shape)
+
+
+def test_a_codec_on_another_device_is_noticed(script):
+    codec = script.rotated(torch.eye(64), 2, 0.96, 0.92)
+    key = torch.empty(2, 256, 64, device="meta")
+    page_store(codec.to("meta"), 64)(key, key)
+    with pytest.raises(RuntimeError, match="device"):
+        page_store(codec, 64)(key, key)
 
 
 def test_padded_heads_count_their_own_elements(script):
