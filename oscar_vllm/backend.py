@@ -5,9 +5,9 @@ Each layer has two caches, both owned by vLLM's scheduler: **history**, INT2 pag
 and **window**, unquantized blocks for the sink and the recent tokens (the auxiliary layer of `cache_spec.WindowCache`).
 In a step, for every layer
 
-    do_kv_cache_update   append   step's key, value -> window blocks
-                         demote   pages completed by this step -> INT2
-    forward              attend   sink + recent from window blocks, the rest from pages, one softmax
+    append   step's key, value -> window blocks
+    demote   pages completed by this step -> INT2
+    attend   sink + recent from window blocks, the rest from pages, one softmax
 
 Pages exist for heads of 64, 128 and 256 elements. Queries, keys and values of other heads are padded with zeros to the
 next of these where they enter, and outputs are cut where they leave; codecs, caches and kernels know padded heads only.
@@ -17,8 +17,9 @@ deviation is taken.
 vLLM lets a request reuse blocks that another request computes in the same step, so both writes precede all reads.
 
 On an NVIDIA GPU the Triton kernels run: short queries (decode, verification of drafts) through `attend_decode`, longer
-ones through FlashAttention on what `gather` writes out, or through `attend_prefill`. On a CPU, and for
-``payload="float"`` or ``ops="reference"``, the PyTorch reference does.
+ones through FlashAttention on what `gather` writes out, or through `attend_prefill`. A step of short queries alone does
+both writes in the launch that prepares its queries (`write_and_prepare`). On a CPU, and for ``payload="float"`` or
+``ops="reference"``, the PyTorch reference runs.
 """
 
 import functools
@@ -59,6 +60,7 @@ from triton_ops.gather import GatherPlan, plan_gather
 from triton_ops.layout import PAGE_TOKENS, SERVED_HEAD_SIZES, PageLayout
 from triton_ops.prepare import QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule
+from triton_ops.write_and_prepare import write_and_prepare
 
 
 @dataclass
@@ -72,6 +74,7 @@ class OscarMetadata(AttentionMetadata):
         query_start_loc: [R + 1] int32.
         seq_lens: [R] int32, tokens of each request with this step's.
         block_table: [R, blocks] int32: page blocks for the history group, window blocks for the window group.
+        slot_mapping: [T] int64, where each token of the step goes in the group's blocks.
         num_decodes: requests with short queries; they come first.
         num_decode_tokens: their tokens.
         prefill_query_start_loc: [R - num_decodes + 1] int32, from 0; None without long queries.
@@ -87,6 +90,7 @@ class OscarMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     num_decodes: int
     num_decode_tokens: int
     prefill_query_start_loc: torch.Tensor | None
@@ -132,6 +136,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=common.slot_mapping,
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
             prefill_query_start_loc=None,
@@ -190,7 +195,6 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
 class OscarBackend(AttentionBackend):
     """Capabilities of `oscar_int2` layers."""
 
-    forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [DTYPE]
 
@@ -352,9 +356,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         )
         self_test_once(kernels, torch.device(current_platform.device_type, torch.cuda.current_device()))
 
+    def _windows(self) -> tuple[OscarMetadata, torch.Tensor]:
+        """The window group's metadata, and the layer's window blocks."""
+        metadata, _, windows, _ = get_attention_context(self.window_name)
+        return metadata, windows
+
     def _batch(self, kv_cache: torch.Tensor, metadata: OscarMetadata, requests: slice = slice(None)) -> dict[str, Any]:
         """Arguments that demote and attend share, for some of the batch's requests."""
-        window_metadata, _, windows, _ = get_attention_context(self.window_name)
+        window_metadata, windows = self._windows()
         last = metadata.num_reqs if requests.stop is None else requests.stop
         return {
             "pages": kv_cache.flatten(2),
@@ -373,36 +382,6 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         padding = self.layout.head_size - heads.shape[-1]
         return torch.nn.functional.pad(heads, (0, padding)) if padding else heads
 
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Append the step's tokens to the window, then demote the pages they complete."""
-        metadata, _, _, _ = get_attention_context(layer.layer_name)
-        _, _, windows, slots = get_attention_context(self.window_name)
-        if metadata is None or slots is None:
-            return
-        tokens = metadata.num_actual_tokens
-        key, value = self._padded(key), self._padded(value)
-        batch = self._batch(kv_cache, metadata)
-        if self.uses_kernels:
-            append(key=key, value=value, slot_mapping=slots, windows=windows, num_tokens=tokens)
-            demote(
-                key=key,
-                value=value,
-                num_tokens=tokens,
-                num_requests=metadata.num_reqs,
-                max_query_len=metadata.max_query_len,
-                **batch,
-            )
-        else:
-            reference.append(key[:tokens], value[:tokens], slot_mapping=slots[:tokens], windows=windows)
-            reference.demote(key[:tokens], value[:tokens], **batch)
-
     def forward(
         self,
         layer: torch.nn.Module,
@@ -415,14 +394,17 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; see `triton_ops.reference.attend` for the rule. query [T, Hq, d], output [T, Hq, d]."""
-        query = self._padded(query)
+        """Write the cache, then attend; see `triton_ops.reference.attend` for the rule.
+
+        query [T, Hq, d], key and value [T, H, d], output [T, Hq, d].
+        """
+        query, key, value = self._padded(query), self._padded(key), self._padded(value)
         attended = output if output.shape == query.shape else output.new_empty(query.shape)
         if attn_metadata is None:  # memory profiling: hold what a prefill of this many tokens holds
-            held: list[Any] = [self._padded(key), self._padded(value)]
-            if self.uses_kernels:
-                held.append(self._prefill_buffers(query, gathered=True))
-            return output.fill_(0)
+            held = self._prefill_buffers(query, gathered=True) if self.uses_kernels else None
+            output.fill_(0)
+            del held
+            return output
         self._attend(query, key, value, kv_cache, attn_metadata, attended)
         if attended is not output:
             tokens = attn_metadata.num_actual_tokens
@@ -440,13 +422,39 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     ) -> None:
         """`forward` for queries and outputs with heads as large as the pages'."""
         if not self.uses_kernels:
+            self._write_reference(key, value, kv_cache, metadata)
             self._attend_reference(query, key, value, kv_cache, metadata, output)
-            return
-        if metadata.num_decodes:
-            self._decode(query, kv_cache, metadata, output)
-        if metadata.prefill_query_start_loc is not None:
+        elif metadata.prefill_query_start_loc is None:
+            self._decode(query, kv_cache, metadata, output, (key, value))
+        else:
+            self._write(key, value, kv_cache, metadata)
+            if metadata.num_decodes:
+                self._decode(query, kv_cache, metadata, output)
             lse = self._prefill(query, key, value, kv_cache, metadata, output)
             self._add_sinks(output[metadata.num_decode_tokens : metadata.num_actual_tokens], lse.T)
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: OscarMetadata) -> None:
+        """Append the step's tokens to the window, then demote the pages they complete."""
+        tokens, (window_metadata, windows) = metadata.num_actual_tokens, self._windows()
+        append(key=key, value=value, slot_mapping=window_metadata.slot_mapping, windows=windows, num_tokens=tokens)
+        demote(
+            key=key,
+            value=value,
+            num_tokens=tokens,
+            num_requests=metadata.num_reqs,
+            max_query_len=metadata.max_query_len,
+            **self._batch(kv_cache, metadata),
+        )
+
+    def _write_reference(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: OscarMetadata
+    ) -> None:
+        """`_write`, by the PyTorch reference."""
+        key, value = key[: metadata.num_actual_tokens], value[: metadata.num_actual_tokens]
+        window_metadata, windows = self._windows()
+        slots = window_metadata.slot_mapping[: metadata.num_actual_tokens]
+        reference.append(key, value, slot_mapping=slots, windows=windows)
+        reference.demote(key, value, **self._batch(kv_cache, metadata))
 
     def _add_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Give every head's learned sink its share of the softmax: output [T, Hq, d] in place, lse [T, Hq]."""
@@ -454,23 +462,40 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             output.mul_(torch.sigmoid(lse - self.sinks.float())[..., None])
 
     def _decode(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: OscarMetadata, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+        written: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """The first ``num_decodes`` requests, by the decode kernels."""
+        """The first ``num_decodes`` requests, by the decode kernels, which also write ``written`` (keys, values)."""
         tokens = metadata.num_decode_tokens
-        schedule = get_attention_context(self.window_name)[0].schedule
+        window_metadata, _ = self._windows()
+        schedule = window_metadata.schedule
+        assert schedule is not None
         lse = None if self.sinks is None else query.new_empty((self.num_heads, tokens), dtype=torch.float32)
         batch = self._batch(kv_cache, metadata, slice(0, metadata.num_decodes))
-        prepare_query(
-            query=query[:tokens],
-            codec=self.codec,
-            matrix=self.query_matrix,
-            grid=schedule.grid,
-            query_start_loc=batch["query_start_loc"],
-            seq_lens=batch["seq_lens"],
-            scale=self.scale,
-            prepared=self.workspace.prepared,
-        )
+        queries: dict[str, Any] = {
+            "query": query[:tokens],
+            "matrix": self.query_matrix,
+            "grid": schedule.grid,
+            "scale": self.scale,
+            "prepared": self.workspace.prepared,
+        }
+        if written is None:
+            names = ("codec", "query_start_loc", "seq_lens")
+            prepare_query(**queries, **{name: batch[name] for name in names})
+        else:
+            write_and_prepare(
+                key=written[0],
+                value=written[1],
+                slot_mapping=window_metadata.slot_mapping,
+                num_tokens=tokens,
+                multiprocessors=self.workspace.multiprocessors,
+                **queries,
+                **batch,
+            )
         attend_decode(
             query=query[:tokens],
             **batch,
@@ -506,8 +531,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             buffers = self._prefill_buffers(query[tokens], gathered=metadata.gather is not None)
         return attend_long(
             query[tokens],
-            self._padded(key[tokens]),
-            self._padded(value[tokens]),
+            key[tokens],
+            value[tokens],
             batch=batch | {"query_start_loc": metadata.prefill_query_start_loc},
             plan=metadata.gather,
             prefill=self.settings.options.prefill,
@@ -535,8 +560,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         tokens = metadata.num_actual_tokens
         attended, lse = reference.attend(
             query[:tokens],
-            self._padded(key[:tokens]),
-            self._padded(value[:tokens]),
+            key[:tokens],
+            value[:tokens],
             **self._batch(kv_cache, metadata),
             scale=self.scale,
             recent=self.settings.recent,

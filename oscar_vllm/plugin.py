@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _USE_AUTO = "use --kv-cache-dtype auto"
-_CACHE_WRITE = "vllm::unified_kv_cache_update"
 
 
 def register() -> None:
@@ -201,13 +200,6 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
             yield f"cannot split a sequence over ranks ({flag} {size}); set {flag} 1, or {_USE_AUTO}"
     if parallel.use_ubatching:
         yield f"cannot run two micro-batches at once: drop --enable-dbo and --ubatch-size, or {_USE_AUTO}"
-    compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode.has_piecewise_cudagraphs() and _CACHE_WRITE not in (compilation.splitting_ops or ()):
-        # Sizes of the step, such as the pages it can complete, would be frozen at their values during capture.
-        yield (
-            "cannot write its cache inside a piecewise CUDA graph: drop splitting_ops and use_inductor_graph_partition "
-            f'from --compilation-config, or set "cudagraph_mode": "FULL_DECODE_ONLY", or {_USE_AUTO}'
-        )
     if cache.kv_sharing_fast_prefill:
         yield f"needs every layer to see every token: drop --kv-sharing-fast-prefill, or {_USE_AUTO}"
     if vllm_config.attention_config.hisparse_config is not None:

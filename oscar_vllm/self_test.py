@@ -45,6 +45,7 @@ from triton_ops.gather import GatherPlan, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule
+from triton_ops.write_and_prepare import write_and_prepare
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ def self_test(
         test.write("a second chunk", test.advance(test.seq_lens, [CHUNK, CHUNK]))
         queries = layer.max_query_len
         step = test.advance(test.seq_lens, [queries, queries])
-        test.write("decoded tokens", step)
-        test.decode(step, decoder, queries)
+        test.decode(step, decoder, queries, writes=True)
 
 
 @dataclass(frozen=True)
@@ -275,20 +275,27 @@ class _SelfTest:
     # ---- kernels ---------------------------------------------------------------------------------------------------
 
     def write(self, what: str, step: _Step) -> None:
-        """`append` and `demote` against the reference; afterwards the reference has the kernels' pages, too."""
+        """`append` and `demote` against the reference."""
+        batch = self.arguments(True, step)
+        rows = {"key": step.key.to(self.device), "value": step.value.to(self.device)}
+        sizes: dict[str, Any] = {"num_requests": 2, "max_query_len": int(step.query_start_loc.diff().max())}
+        tokens = step.key.shape[0]
+        with self.kernel("append"):
+            slots = step.slot_mapping.to(self.device)
+            append(**rows, slot_mapping=slots, windows=batch["windows"], num_tokens=tokens)
+        with self.kernel("demote"):
+            demote(**rows, num_tokens=tokens, **batch, **sizes)
+        self.check_written(what, step)
+
+    def check_written(self, what: str, step: _Step) -> None:
+        """The device's cache against the reference's; afterwards the reference has the kernels' pages, too."""
         expected = self.arguments(False, step)
         reference.append(step.key, step.value, slot_mapping=step.slot_mapping, windows=expected["windows"])
         reference.demote(step.key, step.value, **expected)
-        actual = self.arguments(True, step)
-        key, value = step.key.to(self.device), step.value.to(self.device)
-        sizes: dict[str, Any] = {"num_requests": 2, "max_query_len": int(step.query_start_loc.diff().max())}
         with self.kernel("append"):
-            slots = step.slot_mapping.to(self.device)
-            append(key=key, value=value, slot_mapping=slots, windows=actual["windows"], num_tokens=key.shape[0])
             windows = self.device_windows.cpu()
         self.check("append", f"the window blocks of {what}", (windows != self.windows).float().mean(), 0.0)
         with self.kernel("demote"):
-            demote(key=key, value=value, num_tokens=key.shape[0], **actual, **sizes)
             pages = self.device_pages.cpu()
         self._check_pages(what, step, pages.view(expected["pages"].shape), expected["pages"])
         self.pages = pages.clone()
@@ -371,14 +378,20 @@ class _SelfTest:
         self.check(f"{name} with FlashAttention", "a log-sum-exp", (lse - expected_lse).abs(), rounding + 1e-3)
 
     def _gathered_noise(self, step: _Step) -> Tensor:
-        """[T, Hq] how far rounding keys to the dtype moves a logit: a random walk, four standard deviations."""
+        """[T, Hq] how far keys that are decoded in tf32 and rounded to the dtype move a logit.
+
+        Rounding is a random walk (four standard deviations). tf32 drops the bits behind 11 of both factors, which makes
+        every product smaller, by 2^-10 on average.
+        """
         noise = []
         for request, (begin, end) in enumerate(pairwise(step.query_start_loc.tolist())):
             key = self._rows(step, request, slice(None))[0][0]
             key = key.repeat_interleave(self.layer.num_query_heads // key.shape[1], 1)
             query = step.query[begin:end].float() * self.layer.scale
-            noise.append(torch.einsum("thd,nhd->thn", query.square(), key.square()).sqrt().amax(-1))
-        return 4 * torch.finfo(self.layer.dtype).eps / 12**0.5 * torch.cat(noise)
+            walk = torch.einsum("thd,nhd->thn", query.square(), key.square()).sqrt().amax(-1)
+            logit = torch.einsum("thd,nhd->thn", query, key).abs().amax(-1)
+            noise.append(4 * torch.finfo(self.layer.dtype).eps / 12**0.5 * walk + 2.0**-10 * logit)
+        return torch.cat(noise)
 
     def gather(self, step: _Step, plan: GatherPlan) -> None:
         """`gather` of all tokens of both sequences."""
@@ -450,8 +463,13 @@ class _SelfTest:
             processors = workspace.multiprocessors
             return workspace, DecodeSchedule.allocate(max_requests=2, multiprocessors=processors, device=self.device)
 
-    def decode(self, step: _Step, decoder: tuple[DecodeWorkspace, DecodeSchedule], queries: int) -> None:
-        """`DecodeSchedule.update`, `prepare_query` and `attend_decode`, with an output in float32 and in the dtype."""
+    def decode(
+        self, step: _Step, decoder: tuple[DecodeWorkspace, DecodeSchedule], queries: int, writes: bool = False
+    ) -> None:
+        """`DecodeSchedule.update`, `prepare_query` and `attend_decode`, with an output in float32 and in the dtype.
+
+        With ``writes`` `write_and_prepare` also appends and demotes. It does so twice, to the same effect.
+        """
         layer = self.layer
         workspace, schedule = decoder
         query, batch = step.query.to(self.device), self.arguments(True, step)
@@ -476,17 +494,26 @@ class _SelfTest:
                 recent=layer.recent,
                 **metadata,
             )
-            matrix = QueryMatrix.of(self.device_codec)
+            queries_of: dict[str, Any] = {
+                "query": query,
+                "matrix": QueryMatrix.of(self.device_codec),
+                "grid": grid,
+                "scale": layer.scale,
+                "prepared": workspace.prepared,
+            }
             for output, output_lse in ((exact, lse), (served, None)):
-                prepare_query(
-                    query=query,
-                    codec=self.device_codec,
-                    matrix=matrix,
-                    grid=grid,
-                    scale=layer.scale,
-                    prepared=workspace.prepared,
-                    **metadata,
-                )
+                if writes:
+                    write_and_prepare(
+                        key=step.key.to(self.device),
+                        value=step.value.to(self.device),
+                        slot_mapping=step.slot_mapping.to(self.device),
+                        num_tokens=query.shape[0],
+                        multiprocessors=workspace.multiprocessors,
+                        **queries_of,
+                        **batch,
+                    )
+                else:
+                    prepare_query(**queries_of, codec=self.device_codec, **metadata)
                 attend_decode(
                     query=query,
                     **batch,
@@ -498,6 +525,8 @@ class _SelfTest:
                     lse=output_lse,
                 )
             exact, served, lse = exact.cpu(), served.cpu().float(), lse.cpu().T
+        if writes:
+            self.check_written("decoded tokens", step)
         expected, expected_lse = self.expected_attention(step)
         noise = 4 * self._decode_noise(step)
         # 14-bit probabilities beside the rounding of logits.

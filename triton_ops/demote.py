@@ -17,15 +17,20 @@ The grid is fixed by the numbers of tokens and requests (CUDA graphs): a program
 ends at once if there is none.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_ops.append import key_value_arguments
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, Quantizer, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 MIN_SCALE = tl.constexpr(2.0**-14)
 MAX_SCALE = tl.constexpr(65504.0)
+PART_TOKENS = 32
+"""Tokens of a page per program where few pages are expected: least latency."""
 
 
 @triton.jit
@@ -285,12 +290,23 @@ def _demote_values(
     tl.store(words + _word_index(column[None, :], group[:, None]), word)
 
 
-@triton.jit(do_not_specialize=["key_kth", "value_kth", "num_requests", "sink", *BATCH_ARGUMENTS])
-def _demote_kernel(
+@triton.jit
+def demote_part(
+    index,
+    head,
+    request,
+    page,
     key,
     value,
-    pages,
     windows,
+    key_stride_token,
+    key_stride_head,
+    value_stride_token,
+    value_stride_head,
+    window_stride_block,
+    window_stride_head,
+    window_stride_token,
+    pages,
     page_table,
     window_table,
     query_start_loc,
@@ -306,17 +322,9 @@ def _demote_kernel(
     key_kth,
     value_constant,
     value_kth,
-    num_requests,
     sink,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
     page_stride_block,
     page_stride_head,
-    window_stride_block,
-    window_stride_head,
-    window_stride_token,
     page_table_stride,
     window_table_stride,
     HEAD_SIZE: tl.constexpr,
@@ -326,8 +334,6 @@ def _demote_kernel(
     VALUE_GAUSS: tl.constexpr,
     VALUE_CLIP: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -337,45 +343,101 @@ def _demote_kernel(
     VALUE_ZERO: tl.constexpr,
     KEY_ZERO: tl.constexpr,
 ):
-    # Axis 0: parts of a page's tokens, keys then values. Axis 1: KV heads. Axis 2: pages completed in the step.
-    index = tl.program_id(2)
-    if ONE_PAGE:  # no request completes two pages: one program column for each request, nothing to search
-        page = tl.load(seq_lens + index) // 128 - 1
-        new = tl.load(query_start_loc + index + 1) - tl.load(query_start_loc + index)
-        done = (tl.load(seq_lens + index) - new) // 128
-        request = tl.where(page >= done, index, -1)
+    """Part ``index`` of a completed page for one KV head: parts of its tokens, keys then values."""
+    PARTS: tl.constexpr = 128 // TOKENS
+    part = index % PARTS
+    first_token = tl.load(query_start_loc + request)
+    new = tl.load(query_start_loc + request + 1) - first_token
+    first_position = tl.load(seq_lens + request) - new
+    block = tl.load(page_table + request.to(tl.int64) * page_table_stride + page).to(tl.int64)
+    page_bytes = pages + block * page_stride_block + head * page_stride_head
+    window_row = window_table + request.to(tl.int64) * window_table_stride
+    windows += head * window_stride_head
+    if index < PARTS:
+        _demote_keys(
+            key + head * key_stride_head, windows, page_bytes, page * 128, first_position, first_token, window_row,
+            window_stride_block, window_stride_token, key_stride_token,
+            key_encode + head * (HEAD_SIZE * HEAD_SIZE), key_levels + head * HEAD_SIZE,
+            key_digit + head * HEAD_SIZE, key_weight + head * HEAD_SIZE, key_mean + head * HEAD_SIZE,
+            key_constant, key_kth, sink, part,
+            HEAD_SIZE, ZERO_PAGE, KEY_GAUSS, KEY_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K, PRECISION,
+            KEY_SCALE, KEY_ZERO,
+        )  # fmt: skip
     else:
-        request, page = completed_page(query_start_loc, seq_lens, num_requests, index, BLOCK_REQUESTS)
+        _demote_values(
+            value + head * value_stride_head, windows, page_bytes, page * 128, first_position, first_token,
+            window_row, window_stride_block, window_stride_token, value_stride_token,
+            value_rotation + head * (HEAD_SIZE * HEAD_SIZE), value_mean + head * HEAD_SIZE,
+            value_constant, value_kth, part,
+            HEAD_SIZE, VALUE_GAUSS, VALUE_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K, PRECISION,
+            VALUE_CODES, VALUE_SCALE, VALUE_ZERO,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key_kth", "value_kth", "num_requests", "sink", *BATCH_ARGUMENTS])
+def _demote_kernel(
+    key,
+    value,
+    windows,
+    key_stride_token,
+    key_stride_head,
+    value_stride_token,
+    value_stride_head,
+    window_stride_block,
+    window_stride_head,
+    window_stride_token,
+    pages,
+    page_table,
+    window_table,
+    query_start_loc,
+    seq_lens,
+    key_encode,
+    key_levels,
+    key_digit,
+    key_weight,
+    key_mean,
+    value_rotation,
+    value_mean,
+    key_constant,
+    key_kth,
+    value_constant,
+    value_kth,
+    sink,
+    page_stride_block,
+    page_stride_head,
+    page_table_stride,
+    window_table_stride,
+    num_requests,
+    HEAD_SIZE: tl.constexpr,
+    ZERO_PAGE: tl.constexpr,
+    KEY_GAUSS: tl.constexpr,
+    KEY_CLIP: tl.constexpr,
+    VALUE_GAUSS: tl.constexpr,
+    VALUE_CLIP: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VALUE_CODES: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
+):
+    # Axis 0: parts of a page's tokens, keys then values. Axis 1: KV heads. Axis 2: pages completed in the step.
+    request, page = completed_page(query_start_loc, seq_lens, num_requests, tl.program_id(2), BLOCK_REQUESTS)
     if request >= 0:
-        PARTS: tl.constexpr = 128 // TOKENS
-        part = tl.program_id(0) % PARTS
-        head = tl.program_id(1).to(tl.int64)
-        first_token = tl.load(query_start_loc + request)
-        new = tl.load(query_start_loc + request + 1) - first_token
-        first_position = tl.load(seq_lens + request) - new
-        block = tl.load(page_table + request.to(tl.int64) * page_table_stride + page).to(tl.int64)
-        page_bytes = pages + block * page_stride_block + head * page_stride_head
-        window_row = window_table + request.to(tl.int64) * window_table_stride
-        windows += head * window_stride_head
-        if tl.program_id(0) < PARTS:
-            _demote_keys(
-                key + head * key_stride_head, windows, page_bytes, page * 128, first_position, first_token, window_row,
-                window_stride_block, window_stride_token, key_stride_token,
-                key_encode + head * (HEAD_SIZE * HEAD_SIZE), key_levels + head * HEAD_SIZE,
-                key_digit + head * HEAD_SIZE, key_weight + head * HEAD_SIZE, key_mean + head * HEAD_SIZE,
-                key_constant, key_kth, sink, part,
-                HEAD_SIZE, ZERO_PAGE, KEY_GAUSS, KEY_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K, PRECISION,
-                KEY_SCALE, KEY_ZERO,
-            )  # fmt: skip
-        else:
-            _demote_values(
-                value + head * value_stride_head, windows, page_bytes, page * 128, first_position, first_token,
-                window_row, window_stride_block, window_stride_token, value_stride_token,
-                value_rotation + head * (HEAD_SIZE * HEAD_SIZE), value_mean + head * HEAD_SIZE,
-                value_constant, value_kth, part,
-                HEAD_SIZE, VALUE_GAUSS, VALUE_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K, PRECISION,
-                VALUE_CODES, VALUE_SCALE, VALUE_ZERO,
-            )  # fmt: skip
+        demote_part(
+            tl.program_id(0), tl.program_id(1).to(tl.int64), request, page,
+            key, value, windows, key_stride_token, key_stride_head, value_stride_token, value_stride_head,
+            window_stride_block, window_stride_head, window_stride_token,
+            pages, page_table, window_table, query_start_loc, seq_lens, key_encode, key_levels, key_digit, key_weight,
+            key_mean, value_rotation, value_mean, key_constant, key_kth, value_constant, value_kth, sink,
+            page_stride_block, page_stride_head, page_table_stride, window_table_stride,
+            HEAD_SIZE, ZERO_PAGE, KEY_GAUSS, KEY_CLIP, VALUE_GAUSS, VALUE_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K,
+            PRECISION, VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO,
+        )  # fmt: skip
 
 
 def page_bound(*, num_tokens: int, num_requests: int, max_query_len: int) -> int:
@@ -396,13 +458,81 @@ def launch_shape(*, bound: int, max_query_len: int, num_heads: int, head_size: i
     us and 278 us.
     """
     if head_size == 256:
-        return 32, 8
-    return (32, 4) if max_query_len <= PAGE_TOKENS or bound * num_heads <= 128 else (128, 8)
+        return PART_TOKENS, 8
+    return (PART_TOKENS, 4) if max_query_len <= PAGE_TOKENS or bound * num_heads <= 128 else (128, 8)
 
 
 def quantile_index(quantizer: Quantizer, head_size: int) -> int:
     """0-based rank of \\|x\\| at which ``"minmax"`` clips (`reference._affine`)."""
     return min(int(quantizer.constant * head_size), head_size - 1) if quantizer.kind == "minmax" else 0
+
+
+def demote_arguments(
+    *,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    page_table: Tensor,
+    window_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    codec: LayerCodec,
+    layout: PageLayout,
+    sink: int,
+    tokens: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check `demote`'s arguments; those of `demote_part` that follow keys, values and windows, and its constants."""
+    _, heads, d = key.shape
+    if key.shape != value.shape or codec.num_kv_heads != heads or codec.head_size != d or layout.head_size != d:
+        raise ValueError(
+            f"key {tuple(key.shape)}, value {tuple(value.shape)}, a codec of {codec.num_kv_heads} heads of size "
+            f"{codec.head_size} and pages of head size {layout.head_size} do not agree"
+        )
+    check_cache(pages=pages, windows=windows, codec=codec, layout=layout)
+    if key.stride(2) != 1 or value.stride(2) != 1 or windows.stride(3) != 1 or pages.stride(2) != 1:
+        raise ValueError("the last axis of key, value, windows and pages must be contiguous")
+    if pages.stride(0) % 4 or pages.stride(1) % 4:
+        raise ValueError(f"pages have strides {pages.stride()}; they must be multiples of 4 bytes")
+    arguments = (
+        pages,
+        page_table,
+        window_table,
+        query_start_loc,
+        seq_lens,
+        codec.key_encode,
+        codec.key_levels,
+        codec.key_digit,
+        codec.key_weight,
+        codec.key_mean,
+        codec.value_rotation,
+        codec.value_mean,
+        codec.key_quantizer.constant,
+        quantile_index(codec.key_quantizer, d),
+        codec.value_quantizer.constant,
+        quantile_index(codec.value_quantizer, d),
+        sink,
+        *pages.stride()[:2],
+        page_table.stride(0),
+        window_table.stride(0),
+    )
+    constants = {
+        "HEAD_SIZE": d,
+        "ZERO_PAGE": codec.zero == "page",
+        "KEY_GAUSS": codec.key_quantizer.kind == "gauss",
+        "KEY_CLIP": codec.key_quantizer.constant < 1.0,
+        "VALUE_GAUSS": codec.value_quantizer.kind == "gauss",
+        "VALUE_CLIP": codec.value_quantizer.constant < 1.0,
+        "WINDOW_BLOCK": windows.shape[2],
+        "TOKENS": tokens,
+        "BLOCK_K": 32,
+        "VALUE_CODES": layout.value_codes,
+        "KEY_SCALE": layout.key_scale,
+        "VALUE_SCALE": layout.value_scale,
+        "VALUE_ZERO": layout.value_zero,
+        "KEY_ZERO": layout.key_zero,
+    }
+    return arguments, constants
 
 
 def demote(
@@ -452,72 +582,24 @@ def demote(
         ValueError: shapes, strides or codec do not agree.
 
     """
-    _, heads, d = key.shape
-    if key.shape != value.shape or codec.num_kv_heads != heads or codec.head_size != d or layout.head_size != d:
-        raise ValueError(
-            f"key {tuple(key.shape)}, value {tuple(value.shape)}, a codec of {codec.num_kv_heads} heads of size "
-            f"{codec.head_size} and pages of head size {layout.head_size} do not agree"
-        )
-    check_cache(pages=pages, windows=windows, codec=codec, layout=layout)
-    if key.stride(2) != 1 or value.stride(2) != 1 or windows.stride(3) != 1 or pages.stride(2) != 1:
-        raise ValueError("the last axis of key, value, windows and pages must be contiguous")
-    if pages.stride(0) % 4 or pages.stride(1) % 4:
-        raise ValueError(f"pages have strides {pages.stride()}; they must be multiples of 4 bytes")
     bound = page_bound(num_tokens=num_tokens, num_requests=num_requests, max_query_len=max_query_len)
-    if bound == 0:
-        return
+    heads, d = key.shape[1:]
     tokens, warps = launch_shape(bound=bound, max_query_len=max_query_len, num_heads=heads, head_size=d)
     tokens = tokens_per_program or tokens
+    cache = {"pages": pages, "windows": windows, "page_table": page_table, "window_table": window_table}
+    batch = {"query_start_loc": query_start_loc, "seq_lens": seq_lens}
+    arguments, constants = demote_arguments(
+        key=key, value=value, **cache, **batch, codec=codec, layout=layout, sink=sink, tokens=tokens
+    )
+    if bound == 0:
+        return
     _demote_kernel[(2 * PAGE_TOKENS // tokens, heads, bound)](
-        key,
-        value,
-        pages,
-        windows,
-        page_table,
-        window_table,
-        query_start_loc,
-        seq_lens,
-        codec.key_encode,
-        codec.key_levels,
-        codec.key_digit,
-        codec.key_weight,
-        codec.key_mean,
-        codec.value_rotation,
-        codec.value_mean,
-        codec.key_quantizer.constant,
-        quantile_index(codec.key_quantizer, d),
-        codec.value_quantizer.constant,
-        quantile_index(codec.value_quantizer, d),
+        *key_value_arguments(key=key, value=value, windows=windows),
+        *arguments,
         num_requests,
-        sink,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        pages.stride(0),
-        pages.stride(1),
-        windows.stride(0),
-        windows.stride(1),
-        windows.stride(2),
-        page_table.stride(0),
-        window_table.stride(0),
-        HEAD_SIZE=d,
-        ZERO_PAGE=codec.zero == "page",
-        KEY_GAUSS=codec.key_quantizer.kind == "gauss",
-        KEY_CLIP=codec.key_quantizer.constant < 1.0,
-        VALUE_GAUSS=codec.value_quantizer.kind == "gauss",
-        VALUE_CLIP=codec.value_quantizer.constant < 1.0,
-        WINDOW_BLOCK=windows.shape[2],
-        ONE_PAGE=max_query_len <= PAGE_TOKENS,
-        BLOCK_REQUESTS=256,
-        TOKENS=tokens,
-        BLOCK_K=32,
+        **constants,
         PRECISION=precision,
-        VALUE_CODES=layout.value_codes,
-        KEY_SCALE=layout.key_scale,
-        VALUE_SCALE=layout.value_scale,
-        VALUE_ZERO=layout.value_zero,
-        KEY_ZERO=layout.key_zero,
+        BLOCK_REQUESTS=256,
         num_warps=num_warps or warps,
         num_stages=num_stages,
         enable_fp_fusion=False,

@@ -83,8 +83,6 @@ TABLE = [
     *group(
         "Execution",
         ("CUDA graphs, full and piecewise; torch.compile", "yes", GPU + "test_graphs_change_nothing"),
-        ("graphs that would capture the cache writes", "no",
-         PLUGIN + "test_cache_writes_inside_a_piecewise_graph_are_refused"),
         ("`vllm serve`, streaming, chat", "yes", ENGINE + "test_serve.py::test_chat"),
         ("engine in its own process", "yes", FLOAT + "test_separate_engine_process"),
         ("restart with the same artifact", "yes", FEATURES + "test_restart", "Answers are equal to the last bit."),

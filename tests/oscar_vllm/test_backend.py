@@ -24,10 +24,14 @@ from tests.triton_ops.test_reference import make_codec
 from triton_ops import reference
 from triton_ops.attend_decode import DecodeWorkspace
 from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, page_head_size
+from triton_ops.prepare import QueryMatrix
 
 HEADS, GROUPS, D, SINK, RECENT = 1, 2, 64, 64, 128
 # Two decodes, then chunks: several pages of context, a page that the recent window cuts, and a prompt from its start.
 REQUESTS = [(400, 1), (90, 1), (530, 60), (300, 40), (100, 7), (0, 30)]
+
+DECODES = [(400, 1), (511, 1), (90, 1)]
+"""Decodes alone; one completes a page."""
 
 
 def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, causal, out, **options):
@@ -59,6 +63,7 @@ def make_impl(codec, layout, options, head_size=D) -> OscarImpl:
     impl.layout, impl.codec, impl.uses_kernels = layout, codec.to("cpu"), True
     impl.window_name, impl.sinks = "layer.oscar_window", None
     impl.gather_pages = 12
+    impl.query_matrix = QueryMatrix.of(impl.codec)
     impl.workspace = DecodeWorkspace.allocate(
         max_requests=8,
         max_query_len=1,
@@ -133,6 +138,7 @@ def run_step(monkeypatch, impl, step, pages, windows, *, head_size=D) -> tuple[t
         seq_lens=step.seq_lens,
         seq_lens_cpu_upper_bound=step.seq_lens,
         is_prefilling=None,
+        slot_mapping=step.slot_mapping,
     )
     metadata = {}
     for name, table, group in (("layer", step.page_table, None), (impl.window_name, step.window_table, spec)):
@@ -141,31 +147,40 @@ def run_step(monkeypatch, impl, step, pages, windows, *, head_size=D) -> tuple[t
     cache = pages.view(pages.shape[0], HEADS, PAGE_TOKENS, -1)
     contexts = {
         "layer": (metadata["layer"], None, cache, None),
-        impl.window_name: (metadata[impl.window_name], None, windows, step.slot_mapping),
+        impl.window_name: (metadata[impl.window_name], None, windows, None),
     }
     monkeypatch.setattr(backend, "get_attention_context", contexts.__getitem__)
     query, key, value = (x[..., :head_size].contiguous() for x in (step.query, step.key, step.value))
-    impl.do_kv_cache_update(SimpleNamespace(layer_name="layer"), key, value, cache, step.slot_mapping)
     output = torch.full_like(query, torch.nan)
     assert impl.forward(None, query, key, value, cache, metadata["layer"], output) is output
     return output, metadata
 
 
 @pytest.mark.parametrize(
-    ("prefill", "gathered", "sinks", "head_size"),
+    ("requests", "prefill", "gathered", "sinks", "head_size"),
     [
-        ("exact", True, False, D),
-        ("exact", True, True, D),
-        ("exact", False, True, D),
-        ("invariant", False, False, D),
-        ("exact", True, False, 40),
+        (REQUESTS, "exact", True, False, D),
+        (REQUESTS, "exact", True, True, D),
+        (REQUESTS, "exact", False, True, D),
+        (REQUESTS, "invariant", False, False, D),
+        (REQUESTS, "exact", True, False, 40),
+        (DECODES, "exact", False, True, D),
+        (DECODES, "exact", False, False, 40),
     ],
-    ids=["gathered", "gathered with learned sinks", "in place with learned sinks", "invariant", "padded heads"],
+    ids=[
+        "gathered",
+        "gathered with learned sinks",
+        "in place with learned sinks",
+        "invariant",
+        "padded heads",
+        "decodes",
+        "decodes with padded heads",
+    ],
 )
-def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks, head_size):
+def test_a_step_equals_the_reference(monkeypatch, requests, prefill, gathered, sinks, head_size):
     codec, layout = make_codec(HEADS, D, "page")
     options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
-    step = make_step(REQUESTS, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
+    step = make_step(requests, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
     generator = torch.Generator().manual_seed(3)
     padding = torch.arange(D) >= head_size
     for heads in (step.query, step.key, step.value, *step.windows.split(D, -1)):
@@ -183,8 +198,10 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks
         impl.sinks = torch.randn(HEADS * GROUPS, generator=generator) + 6
     monkeypatch.setattr(backend, "GATHER_MIN_TOKENS", 1 if gathered or prefill == "invariant" else 10_000)
     monkeypatch.setattr(prefill_module, "flash_attention", lambda: (flash, merge_attn_states, 3))
-    output, metadata = run_step(monkeypatch, impl, step, step.pages.clone(), step.windows.clone(), head_size=head_size)
-    assert (metadata["layer"].num_decodes, metadata["layer"].gather is not None) == (2, gathered)
+    pages, windows = step.pages.clone(), step.windows.clone()
+    output, metadata = run_step(monkeypatch, impl, step, pages, windows, head_size=head_size)
+    decodes = sum(new == 1 for _, new in requests)
+    assert (metadata["layer"].num_decodes, metadata["layer"].gather is not None) == (decodes, gathered)
     if gathered:
         assert [span.start_loc.diff().tolist() for span in metadata["layer"].gather.spans] == [
             [334, 340, 107, 30],
@@ -194,6 +211,8 @@ def test_a_mixed_step_equals_the_reference(monkeypatch, prefill, gathered, sinks
     batch = {**step.cache(), "codec": codec, "layout": layout, "sink": SINK}
     reference.append(step.key, step.value, slot_mapping=step.slot_mapping, windows=step.windows)
     reference.demote(step.key, step.value, **batch)
+    assert torch.equal(windows.nan_to_num(), step.windows.nan_to_num())
+    assert (pages != step.pages).double().mean() < 1e-3
     expected, lse = reference.attend(
         step.query, step.key, step.value, **batch, scale=impl.scale, recent=RECENT, prefill=prefill
     )

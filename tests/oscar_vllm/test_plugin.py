@@ -123,17 +123,6 @@ def test_refusals_say_what_why_and_what_instead_in_one_line(config, case):
     assert "use --kv-cache-dtype auto" in text
 
 
-def test_cache_writes_inside_a_piecewise_graph_are_refused(config):
-    from vllm.config import CUDAGraphMode
-
-    change(config, "compilation_config.cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE)
-    change(config, "compilation_config.splitting_ops", ["vllm::unified_attention_with_output"])
-    with pytest.raises(OscarUnsupportedError, match="inside a piecewise CUDA graph: drop splitting_ops"):
-        plugin.validate_vllm_config(config)
-    change(config, "compilation_config.splitting_ops", ["vllm::unified_kv_cache_update"])
-    plugin.validate_vllm_config(config)
-
-
 @pytest.mark.parametrize(
     ("options", "field", "value", "message"),
     [

@@ -112,6 +112,8 @@ WRONG = {
     "gather-window": ("gather", off_by_one_window, "gather.*wrong results.*a key"),
     "decode-window": ("attend_decode", off_by_one_window, "attend_decode.*wrong results.*an output"),
     "decode-scale": ("prepare_query", wrong_scale, "attend_decode.*wrong results.*an output"),
+    "launch-lost": ("write_and_prepare", one_token_lost, "append.*wrong results.*window blocks of decoded tokens"),
+    "launch-scale": ("write_and_prepare", wrong_scale, "attend_decode.*wrong results.*an output"),
     "decode-crash": ("attend_decode", crashes, "attend_decode.*could not run: RuntimeError: device kernel image"),
 }
 

@@ -22,7 +22,13 @@ KERNELS = {
     "demote": {"_demote_kernel"},
     "gather": {"_gather_kernel"},
     "prefill": {"_prepare_kernel", "_attend_kernel"},
-    "decode": {"_schedule_kernel", "_prepare_kernel", "_attend_kernel", "_merge_kernel"},
+    "decode": {
+        "_schedule_kernel",
+        "_prepare_kernel",
+        "_write_and_prepare_kernel",
+        "_attend_kernel",
+        "_merge_kernel",
+    },
 }
 
 
@@ -31,7 +37,17 @@ def launches(name: str, head_size: int, zero: str) -> list[tuple[Any, tuple, dic
     import torch
     from triton.runtime.jit import JITFunction
 
-    from triton_ops import append, attend_decode, attend_prefill, demote, gather, layout, prepare, schedule
+    from triton_ops import (
+        append,
+        attend_decode,
+        attend_prefill,
+        demote,
+        gather,
+        layout,
+        prepare,
+        schedule,
+        write_and_prepare,
+    )
     from triton_ops.codec import Quantizer, rotation_codec
 
     kept: list[tuple[Any, tuple, dict]] = []
@@ -89,15 +105,11 @@ def launches(name: str, head_size: int, zero: str) -> list[tuple[Any, tuple, dic
         splits.update(
             grid=grid, window_table=tables["window_table"], window_block_size=16, sink=64, recent=256, **metadata
         )
-        prepare.prepare_query(
-            query=query,
-            codec=codec,
-            matrix=prepare.QueryMatrix.of(codec),
-            grid=grid,
-            scale=0.1,
-            prepared=workspace.prepared,
-            **metadata,
-        )
+        queries = {"query": query, "matrix": prepare.QueryMatrix.of(codec), "grid": grid, "scale": 0.1}
+        queries["prepared"] = workspace.prepared
+        prepare.prepare_query(codec=codec, **queries, **metadata)
+        slots = {"slot_mapping": torch.zeros(1, dtype=torch.int64), "num_tokens": 1, "multiprocessors": 8}
+        write_and_prepare.write_and_prepare(key=key[:1], value=key[:1], **slots, **queries, **cache)
         attend_decode.attend_decode(
             query=query,
             **cache,
