@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would a change of the recipe do at equal bits? KL paired with the unchanged recipe's, for docs/fidelity.md.
+
+    python scripts/fidelity_ablation.py --model MODEL --windows 16 --tokens 2048
+
+All recipes are fitted on the same bundled text and read the same other text, which no table of docs/fidelity.md uses
+(PyTorch's own documentation strings and library modules that are not in the text ``code``). Unchanged is the default
+recipe with 4 bits at most, no spreading, and kappa 1.1 for keys and values, so that nothing is chosen. The changes:
+
+* ``value basis W_O``: values' rotation from the eigenvectors of the outputs' moment as W_O reads it, G^(1/2) C G^(1/2)
+  with G = W_O^T W_O of the head's group.
+* ``value basis plain``: from the values' own moment.
+* ``value basis none``: a Hadamard rotation alone.
+* ``queries by output``: M_Q with each query weighted by what its output, as W_O reads it, may lose by errors of logits
+  in history: sum over t of p_t^2 |W_O (v_t - o)|^2, instead of sum over t of p_t (1 - p_t).
+* ``kappa by layer``, ``kappa by head``: of keys, the best of `KEY_CONSTANTS` by the attention's KL on held-out text.
+
+The ratio is of mean KL; its standard error is over blocks of 64 positions, paired (ratio estimator).
+"""
+
+import argparse
+import math
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from eval_fidelity import BLOCK, Score, append_csv, evaluation_windows, first_position, log_probabilities, provenance
+
+from calib.capture import AttentionCall, intercept_attention
+from calib.data import load_documents, token_windows
+from calib.quantizer_search import KEY_CONSTANTS
+from calib.rotation import Recipe, layer_basis, rotation
+from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys
+from calib.statistics import QUERIES, LayerStatistics, Statistics
+from triton_ops.codec import LayerCodec
+
+FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
+          "calibration_tokens", "seed", "commit", "versions", "command")  # fmt: skip
+
+UNCHANGED = Recipe(max_bits=4, spread="none")
+KAPPA = 1.1
+MODULES = ("turtle", "doctest", "difflib", "inspect", "optparse", "mailbox", "imaplib", "pickletools", "statistics")
+"""Modules of the standard library in the text."""
+
+
+def other_text() -> str:
+    """Documentation strings of PyTorch and library modules."""
+    library = Path(sysconfig.get_path("stdlib"))
+    documents = [Path(torch.__file__).parent / "_torch_docs.py", *(library / f"{module}.py" for module in MODULES)]
+    return "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
+
+
+def output_metric(call: AttentionCall) -> Tensor:
+    """[H, G, d, d] float64: W_O^T W_O of every query head."""
+    size = call.module.head_dim
+    weight = rearrange(call.module.o_proj.weight.double(), "o (h g d) -> h g d o", h=call.key.shape[1], d=size)
+    return weight @ weight.mT
+
+
+def moment_by_output(call: AttentionCall, segments: Segments) -> Tensor:
+    """`LayerStatistics.attending_moment` of one sample with the weight of ``queries by output``, [H, d, d] float64."""
+    query, key, value = call.query[0], call.key[0], call.value[0].double()
+    length, first = key.shape[1], segments.sink + segments.recent
+    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    history = segments.history(position, length)
+    future = torch.arange(length, device=key.device) > position[:, None]
+    query = query[:, position]
+    weights = grouped_logits(query, key, call).masked_fill(future, -torch.inf).softmax(-1).double()  # [H, G, n, T]
+    output = weights @ value[:, None]
+    metric = output_metric(call)
+    squares = ((value[:, None] @ metric) * value[:, None]).sum(-1)  # [H, G, T]
+    read = output @ metric
+    distance = squares[:, :, None] - 2 * read @ value[:, None].mT + (read * output).sum(-1, keepdim=True)
+    lost = (weights.square() * distance * history).sum(-1)  # [H, G, n]
+    lost = lost / lost.mean() + 1e-6
+    rows = rearrange(query.double(), "(h g) n d -> h (g n) d", h=key.shape[0])
+    return (rows * rearrange(lost, "h g n -> h (g n) 1")).mT @ rows
+
+
+class KappaSearch:
+    """Handler: attention KL of every head for every kappa of keys, summed over the samples."""
+
+    def __init__(self, statistics: Statistics, segments: Segments) -> None:
+        self.bases = {index: layer_basis(layer, UNCHANGED) for index, layer in statistics.layers.items()}
+        self.segments = segments
+        self.kl: dict[int, Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        query, key = call.query[0], call.key[0]
+        length, first = key.shape[1], self.segments.sink + self.segments.recent
+        position = torch.linspace(first, length - 1, min(128, length - first), device=key.device).long()
+        history = self.segments.history(position, length)
+        future = torch.arange(length, device=key.device) > position[:, None]
+        exact = grouped_logits(query[:, position], key, call).masked_fill(future, -torch.inf)
+        p = exact.log_softmax(-1)
+        errors = []
+        for kappa in KEY_CONSTANTS["gauss"]:
+            codec = self.bases[call.layer].codec(kappa, KAPPA).to(key.device)
+            stored = quantized_keys(key, codec, self.segments.sink)
+            q = grouped_logits(query[:, position], stored, call).where(history, exact).log_softmax(-1)
+            errors.append((p.exp() * (p - q).masked_fill(future, 0.0)).sum(-1).mean((1, 2)).cpu())
+        self.kl[call.layer] = self.kl.get(call.layer, torch.zeros(1)) + torch.stack(errors)  # [kappas, H]
+        return call.attend()
+
+    def codecs(self, *, by_head: bool) -> dict[int, LayerCodec]:
+        """The codecs with the best kappas."""
+        chosen = {}
+        for index, basis in self.bases.items():
+            codecs = [basis.codec(kappa, KAPPA) for kappa in KEY_CONSTANTS["gauss"]]
+            kl = self.kl[index] if by_head else self.kl[index].mean(1, keepdim=True).expand_as(self.kl[index])
+            best = kl.argmin(0).tolist()
+            tensors = {
+                name: torch.stack([getattr(codecs[i], name)[head] for head, i in enumerate(best)])
+                for name, _ in codecs[0].tensors()
+            }
+            chosen[index] = replace(codecs[0], **tensors)
+        return chosen
+
+
+def fitted(statistics: Statistics, recipe: Recipe = UNCHANGED, **changes: dict[int, Tensor]) -> dict[int, LayerCodec]:
+    """Layer -> codec of a recipe; ``changes``: sums of `LayerStatistics` to replace, by layer."""
+    codecs = {}
+    for index, layer in statistics.layers.items():
+        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        own = LayerStatistics(**values | {name: by_layer[index] for name, by_layer in changes.items()})
+        codecs[index] = layer_basis(own, recipe).codec(KAPPA, KAPPA)
+    return codecs
+
+
+def square_root(matrix: Tensor) -> Tensor:
+    """Of symmetric positive matrices [..., d, d]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0)[..., None, :].sqrt() @ vectors.mT
+
+
+def changes(model: Any, samples: list[Tensor], held_out: list[Tensor], segments: Segments) -> dict[str, Any]:
+    """Change -> codecs by layer; the unchanged recipe's first."""
+    statistics = Statistics(segments)
+    by_output: dict[int, Tensor] = {}
+    metric: dict[int, Tensor] = {}
+
+    def observe(call: AttentionCall) -> Tensor:
+        moment = moment_by_output(call, segments).cpu()
+        by_output[call.layer] = by_output.get(call.layer, torch.zeros(1, dtype=torch.float64)) + moment
+        metric[call.layer] = output_metric(call).sum(1).cpu()
+        return statistics.observe(call)
+
+    def read(windows: list[Tensor], handler: Callable[[AttentionCall], Tensor]) -> None:
+        with intercept_attention(model, handler):
+            for window in windows:
+                model(window[None].to(model.device), use_cache=False, logits_to_keep=1)
+
+    read(samples, observe)
+    search = KappaSearch(statistics, segments)
+    read(held_out, search)
+    unchanged = fitted(statistics)
+    hadamards = {index: rotation(layer.output_moment, composition="H").float() for index, layer in
+                 statistics.layers.items()}  # fmt: skip
+    roots = {index: square_root(matrix) for index, matrix in metric.items()}
+    read_by = {index: root @ statistics.layers[index].output_moment @ root for index, root in roots.items()}
+    return {
+        "unchanged": unchanged,
+        "value basis W_O": fitted(statistics, output_moment=read_by),
+        "value basis plain": fitted(statistics, replace(UNCHANGED, value_target="value")),
+        "value basis none": {i: replace(codec, value_rotation=hadamards[i]) for i, codec in unchanged.items()},
+        "queries by output": fitted(statistics, attending_moment=by_output),
+        "kappa by layer": search.codecs(by_head=False),
+        "kappa by head": search.codecs(by_head=True),
+    }
+
+
+def paired_ratio(actual: list[Tensor], base: list[Tensor]) -> tuple[float, float]:
+    """(mean of actual over mean of base, its standard error) from per-position values of the same windows."""
+    a, b = (torch.cat([x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK).mean(1) for x in values]).double()
+            for values in (actual, base))  # fmt: skip
+    ratio = a.mean() / b.mean()
+    return float(ratio), float((a - ratio * b).std() / math.sqrt(len(a)) / b.mean())
+
+
+def main() -> None:
+    """Fit, read, print one table, append to the CSV file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="hub id or folder of a transformers model")
+    parser.add_argument("--windows", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="per window (%(default)s)")
+    parser.add_argument("--calibration-windows", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--calibration-tokens", type=int, default=1280, help="per window (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=2, help="further windows, for kappa (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of calibration (%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    parser.add_argument("--csv", type=Path, help="append rows to this file")
+    options = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
+    segments = Segments()
+    fit = token_windows(
+        load_documents(None), tokenizer, count=options.calibration_windows + options.held_out,
+        length=options.calibration_tokens, seed=options.seed,
+    )  # fmt: skip
+    windows = evaluation_windows(other_text(), tokenizer, options.windows, options.tokens)
+    first = first_position(segments)
+    with torch.inference_mode():
+        codecs = changes(model, fit[: options.calibration_windows], fit[options.calibration_windows :], segments)
+        scores = {name: Score() for name in codecs}
+        for window in windows:
+            exact = log_probabilities(model, window, first)
+            for name, by_layer in codecs.items():
+                with intercept_attention(model, QuantizedCache(by_layer, segments)):
+                    actual = log_probabilities(model, window, first)
+                scores[name].add(exact, actual, window[first + 1 :].to(exact.device))
+    base = scores["unchanged"].kl
+    rows = []
+    print(f"{'change':20s} {'KL':>9s} {'ratio':>7s} {'± s.e.':>7s}")
+    for name, score in scores.items():
+        kl = float(torch.cat(score.kl).mean())
+        ratio, stderr = paired_ratio(score.kl, base)
+        print(f"{name:20s} {kl:9.5f} {ratio:7.3f} {stderr:7.3f}")
+        rows.append({
+            "model": Path(options.model).name, "change": name, "windows": len(windows), "tokens": options.tokens,
+            "positions": sum(map(len, score.kl)), "kl": kl, "ratio": ratio, "ratio_stderr": stderr,
+            "calibration_windows": options.calibration_windows, "calibration_tokens": options.calibration_tokens,
+            "seed": options.seed, **provenance("fidelity_ablation.py", options.dtype),
+        })  # fmt: skip
+    if options.csv is not None:
+        append_csv(options.csv, rows, FIELDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The changes of the ablation are the ones that their names say, and ratios have the error of known numbers."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from calib.capture import intercept_attention
+from calib.simulate import Segments
+from tests.calib.models import random_model
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+SEGMENTS = Segments(sink=64, recent=128)
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module("fidelity_ablation")
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(kv_heads=2, group=2, layers=1)
+
+
+def windows(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 256, (512,), generator=generator) for _ in range(count)]
+
+
+def test_every_change_differs_from_the_unchanged_recipe_in_its_own_part(script, model):
+    with torch.inference_mode():
+        codecs = {name: layers[0] for name, layers in script.changes(model, windows(3), windows(1), SEGMENTS).items()}
+    base = codecs.pop("unchanged")
+    for name, codec in codecs.items():
+        same_values = torch.equal(codec.value_rotation, base.value_rotation)
+        assert same_values == (not name.startswith("value")), name
+        if name.startswith("value"):
+            identity = codec.value_rotation[0] @ codec.value_rotation[0].T
+            torch.testing.assert_close(identity, torch.eye(64), atol=1e-5, rtol=0)
+            assert torch.equal(codec.key_encode, base.key_encode), name
+    assert not torch.allclose(codecs["queries by output"].key_encode, base.key_encode)
+    # kappa scales a head's matrices; per layer both heads have the same factor.
+    factors = {
+        name: (base.key_encode / codecs[name].key_encode).nanmean((1, 2))
+        for name in ("kappa by layer", "kappa by head")
+    }
+    assert factors["kappa by layer"][0] == pytest.approx(float(factors["kappa by layer"][1]), rel=1e-4)
+    for factor in factors["kappa by head"].tolist():
+        assert min(abs(factor * script.KAPPA - kappa) for kappa in script.KEY_CONSTANTS["gauss"]) < 1e-3
+
+
+def test_the_moment_by_output_is_that_of_its_definition(script, model):
+    seen = []
+
+    def observe(call):
+        seen.append((call, script.moment_by_output(call, SEGMENTS)))
+        return call.attend()
+
+    with torch.inference_mode(), intercept_attention(model, observe):
+        model(windows(1)[0][None, :250], use_cache=False)
+    call, moment = seen[0]
+    weight = call.module.o_proj.weight.double()
+    expected = torch.zeros(2, 64, 64, dtype=torch.float64)
+    lost = {}
+    for head in range(4):
+        key, value = call.key[0, head // 2].double(), call.value[0, head // 2].double()
+        reads = weight[:, 64 * head : 64 * (head + 1)]
+        for at in range(192, 250):
+            p = (call.query[0, head, at].double() @ key[: at + 1].T * call.scaling).softmax(-1)
+            output = p @ value[: at + 1]
+            history = range(64, at - 128 + 1)
+            lost[head, at] = sum(p[t] ** 2 * (reads @ (value[t] - output)).square().sum() for t in history)
+    mean = sum(lost.values()) / len(lost)
+    for (head, at), weight_of in lost.items():
+        query = call.query[0, head, at].double()
+        expected[head // 2] += (weight_of / mean + 1e-6) * torch.outer(query, query)
+    # Logits are float32 and large in this model, so weights are good to about four digits.
+    torch.testing.assert_close(moment, expected, rtol=0, atol=3e-4 * float(expected.abs().max()))
+
+
+def test_the_error_of_a_ratio_is_that_of_known_numbers(script):
+    base = [torch.ones(128), torch.ones(64)]
+    assert script.paired_ratio([2 * x for x in base], base) == (2.0, 0.0)
+    actual = [torch.cat([torch.full((64,), 1.0), torch.full((64,), 2.0)]), torch.full((64,), 3.0)]
+    ratio, stderr = script.paired_ratio(actual, base)
+    assert ratio == 2.0
+    assert stderr == pytest.approx(1 / 3**0.5)
