@@ -633,6 +633,7 @@ class Soak:
         self.bounds = bounds
         self.minutes = minutes
         self.save = save
+        self.covers = True  # a run that did not exercise everything is wrong
         self.reference: Soak | None = None
         self.effects = Effects()
         self.record = Record()
@@ -877,29 +878,34 @@ class Soak:
             await self.check_alive()
             self.record.violation("error", f"a request that was to be cut off: {type(error).__name__}: {error}")
 
-    async def do_sampled(self, rng: random.Random) -> None:
-        prompt = self.prompts.text(rng.uniform(20, 0.3 * self.context))
+    async def not_compared(self, name: str, prompt: str, count: int, max_tokens: int, **more: Any) -> None:
+        """``count`` answers to a prompt at once, not streamed: the client must not be what limits the load."""
         try:
             completion = await self.client.completions.create(
-                model=self.model, prompt=prompt, n=4, temperature=1.0, top_p=0.95, max_tokens=24, logprobs=1
+                model=self.model, prompt=prompt, n=count, max_tokens=max_tokens, logprobs=1, **more
             )
         except openai.OpenAIError as error:
             await self.check_alive()
-            self.record.violation("error", f"sampled: {type(error).__name__}: {error}")
+            self.record.violation("error", f"{name}: {type(error).__name__}: {error}")
             return
         columns = [choice.logprobs and choice.logprobs.token_logprobs for choice in completion.choices]
         finite = [column and all(value is not None and math.isfinite(value) for value in column) for column in columns]
-        if len(finite) != 4 or not all(finite):
-            self.record.violation("not finite", f"sampled: {columns}")
+        if len(finite) != count or not all(finite):
+            self.record.violation("not finite", f"{name}: {str(columns)[:500]}")
+
+    async def do_sampled(self, rng: random.Random) -> None:
+        prompt = self.prompts.text(rng.uniform(20, 0.3 * self.context))
+        await self.not_compared("sampled", prompt, 4, 24, temperature=1.0, top_p=0.95)
 
     async def do_fill(self, rng: random.Random) -> None:
-        """Unique long prompts at once, more than the pool holds, with answers that outgrow it together."""
-        questions = []
+        """Unique prompts at once, more than the pool holds, with long answers: what was admitted outgrows the pool."""
+        requests = []
         for _ in range(self.options.concurrency):
-            prompt = self.prompts.text(rng.uniform(0.3, 0.75) * self.context)
-            body = {"prompt": prompt, "max_tokens": rng.randint(16, self.context // 16), "ignore_eos": True}
-            questions.append(Question("fill", "plain", body))
-        await asyncio.gather(*(self.valid(question) for question in questions))
+            prompt = self.prompts.text(rng.choice((0.02, 0.3, 0.7)) * self.context)
+            length = rng.randint(self.context // 32, self.context // 8)
+            more = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+            requests.append(self.not_compared("fill", prompt, 1, length, **more))
+        await asyncio.gather(*requests)
 
     async def do_burst(self, rng: random.Random) -> None:
         """Four times as many requests at once as workers; the short questions among them are compared."""
@@ -922,27 +928,31 @@ class Soak:
             if not 400 <= response.status_code < 500:
                 self.record.violation("malformed", f"{name}: status {response.status_code}: {response.text[:200]}")
 
+    async def perform(self, name: str, rng: random.Random) -> None:
+        """One activity."""
+        await self.activities()[name][0](rng)
+        self.record.traffic[name] += 1
+
     async def work(self, deck: deque[str], until: float, rng: random.Random) -> None:
         """One worker: activities from the common deck until the segment ends."""
-        activities = self.activities()
         while time.monotonic() < until:
             if not deck:
-                cards = [name for name, (_, count) in activities.items() for _ in range(count)]
+                cards = [name for name, (_, count) in self.activities().items() for _ in range(count)]
                 rng.shuffle(cards)
                 deck.extend(cards)
-            name = deck.popleft()
-            await activities[name][0](rng)
-            self.record.traffic[name] += 1
+            await self.perform(deck.popleft(), rng)
 
     async def run(self) -> None:
         """Traffic in segments until the time is over, with a look at the idle server after each."""
         rng = random.Random(self.options.seed)
         started = time.monotonic()
         end = started + 60 * self.minutes
-        deck = deque(name for name in self.activities())  # every kind once before any kind twice
+        deck: deque[str] = deque()
         while time.monotonic() < end:
             until = min(end, time.monotonic() + self.options.segment)
             workers = [self.work(deck, until, random.Random(rng.random())) for _ in range(self.options.concurrency)]
+            if not self.record.segments:  # every kind once, however short the run is
+                workers += [self.perform(name, random.Random(rng.random())) for name in self.activities()]
             await asyncio.gather(*workers)
             self.record.segments += 1
             self.record.seconds = time.monotonic() - started
@@ -1051,6 +1061,8 @@ class Soak:
                 record.violation("drift", f"{name} over the run is {drift[name]:.4f} nats, at most {bound:.4f}")
         if not self.can_reset:
             record.notes.append("no /reset_prefix_cache (VLLM_SERVER_DEV_MODE=1): leaks are judged by usage alone")
+        if not self.covers:
+            return
         for name in self.activities():
             if not record.traffic[name] and (name != "conversation" or self.conversations):
                 record.violation("coverage", f"no traffic of kind {name}; run longer")
@@ -1342,6 +1354,7 @@ class Run:
         if options.compare_dtype:
             print(f"server with cache dtype {options.compare_dtype}", flush=True)
             with self.serving(options.compare_dtype, tokenizer, options.compare_minutes, lambda _: None) as reference:
+                reference.covers = False
                 asyncio.run(reference.drive())
             if not reference.record.finished:
                 reasons = [violation["detail"] for violation in reference.record.violations]

@@ -294,7 +294,9 @@ class StubHandler(BaseHTTPRequestHandler):
         if not body.get("stream"):
             columns = {"token_logprobs": logprobs, "tokens": list(text), "top_logprobs": None, "text_offset": []}
             choice = {"text": text, "logprobs": columns, "finish_reason": "stop"}
-            self.reply(200, {"id": "1", "model": "stub", "choices": [{**choice, "index": i} for i in range(body["n"])]})
+            self.reply(
+                200, {"id": "1", "model": "stub", "choices": [{**choice, "index": i} for i in range(body.get("n", 1))]}
+            )
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
