@@ -197,6 +197,48 @@ def write_shortened(target: Geometry, layers: int, directory: Path) -> Path:
     return path
 
 
+def write_quantized(geometry: Geometry, method: str, directory: Path) -> Path:
+    """The model with its layers' matrices in 4 bits, in groups of 64 inputs: ``method`` is ``gptq`` or ``awq``.
+
+    Eight codes lie in an int32, along the inputs (GPTQ) or along the outputs in AutoAWQ's order (AWQ); zero is code 8.
+    """
+    path = directory / f"{geometry.name}-{method}"
+    path.mkdir(parents=True, exist_ok=True)
+    group = 64
+
+    def packed(codes: torch.Tensor) -> torch.Tensor:
+        """[n, 8] codes -> [n] int32, the first in the lowest bits."""
+        words = (codes.long() << torch.arange(0, 32, 4)).sum(-1)
+        return words.where(words < 2**31, words - 2**32).int()
+
+    def quantized(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs, inputs = weight.shape
+        rows = weight.float().view(outputs, inputs // group, group)
+        scales = rows.abs().amax(-1) / 7
+        codes = ((rows / scales[..., None]).round() + 8).clamp(0, 15).view(outputs, inputs).T.contiguous()
+        tensors = {f"{name}.scales": scales.T.contiguous().half()}
+        zeros = torch.full((inputs // group, outputs // 8, 8), 7.0 if method == "gptq" else 8.0)  # GPTQ stores zero - 1
+        tensors[f"{name}.qzeros"] = packed(zeros)
+        if method == "gptq":
+            tensors[f"{name}.qweight"] = packed(codes.view(inputs // 8, 8, outputs).mT)
+            tensors[f"{name}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // group
+        else:
+            tensors[f"{name}.qweight"] = packed(codes.view(inputs, outputs // 8, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]])
+        return tensors
+
+    tensors = {}
+    for name, tensor in load_file(write_model(geometry, directory) / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            tensors |= quantized(name.removesuffix(".weight"), tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    settings = {"quant_method": method, "bits": 4, "group_size": group}
+    settings |= {"desc_act": False, "sym": True} if method == "gptq" else {"zero_point": True, "version": "gemm"}
+    (path / "config.json").write_text(json.dumps(config(geometry) | {"quantization_config": settings}, indent=1))
+    return path
+
+
 IMAGE_TOKEN = 3 + 256
 
 

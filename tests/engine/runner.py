@@ -171,6 +171,16 @@ class Runner:
         outputs = self.llm.generate(inputs, sampling(**options), use_tqdm=False)
         return [[describe(output) for output in outputs]]
 
+    def sleep(self, level: int, prompts: list, **options: Any) -> list:
+        """Outputs of all prompts before and after a sleep of level 1, or of level 2 with the weights loaded again."""
+        before = self.generate(prompts, **options)[0]
+        self.llm.sleep(level=level)
+        self.llm.wake_up(tags=["weights"])
+        if level == 2:
+            self.llm.collective_rpc("reload_weights")
+        self.llm.wake_up(tags=["kv_cache"])
+        return [before, self.generate(prompts, **options)[0]]
+
     def counters(self) -> dict:
         """vLLM's own counters since the start (the engine argument ``disable_log_stats`` must be False)."""
         from vllm.v1.metrics.reader import Counter
