@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fidelity on one GPU, in minutes: KL, retrieval up to the model's limit and exact match, with the baselines.
+# Fidelity on one GPU, in minutes: KL, retrieval up to the model's limit and exact match, with the baselines, and changes
+# of the recipe (fidelity_ablation.py). The sweep of sweep_text.py is apart, because it starts engines.
 #
 #   bash scripts/fidelity_gpu.sh MODEL OUT_DIR
 #
@@ -14,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 model=$1 out=$2
-python=${PYTHON:-python3} dtype=${DTYPE:-float32} device=${DEVICE:-cuda}
+python=${PYTHON:-python3} windows=${WINDOWS:-24} tokens=${TOKENS:-2048} dtype=${DTYPE:-float32} device=${DEVICE:-cuda}
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 mkdir -p "$out/reference"
 
@@ -31,28 +32,31 @@ echo "calibrated after $SECONDS s"
 
 both=(--artifact "default=$model/oscar_int2" --artifact "reference=$out/reference")
 pids=() names=()
-start() { # KIND NAME ARGUMENTS…
+start() { # KIND NAME COMMAND…
     local kind=$1 part=$2
     shift 2
-    [[ " ${PARTS:-kl retrieval exact-match} " == *" $kind "* ]] || return 0
+    [[ " ${PARTS:-kl retrieval exact-match ablation} " == *" $kind "* ]] || return 0
     names+=("$part")
-    $python scripts/eval_fidelity.py --model "$model" --dtype "$dtype" --device "$device" "${both[@]}" \
-        --csv "$out/$part.csv" "$@" >"$out/$part.log" 2>&1 &
+    $python "$@" --model "$model" --dtype "$dtype" --device "$device" --csv "$out/$part.csv" >"$out/$part.log" 2>&1 &
     pids+=($!)
 }
 
 for text in manual code; do
-    start kl kl-$text --text $text --windows "${WINDOWS:-24}" --tokens "${TOKENS:-2048}" \
+    start kl kl-$text scripts/eval_fidelity.py "${both[@]}" --text $text --windows "$windows" --tokens "$tokens" \
         --configurations bf16,float,naive,hadamard,uncalibrated,int4_hadamard,kivi2,turboquant3
 done
 for length in ${LENGTHS:-8192 4096 2048}; do
     depths=10,30,50,70,90
     [ "$length" -gt 2048 ] || depths=10,25,40,55,70 # deeper ones would be among the recent tokens
-    start retrieval retrieval-$length --retrieval --text manual,code --lengths "$length" --depths $depths --seeds 0,1 \
-        --trials "${TRIALS:-10}" --batch 2 --configurations bf16,int4_hadamard,kivi2
+    start retrieval retrieval-$length scripts/eval_fidelity.py "${both[@]}" --retrieval --text manual,code \
+        --lengths "$length" --depths $depths --seeds 0,1 --trials "${TRIALS:-10}" --batch 2 \
+        --configurations bf16,int4_hadamard,kivi2
 done
-start exact-match exact-match --exact-match --text code --tokens "${TOKENS:-2048}" --windows "${WINDOWS:-24}" --seeds 0,1 \
-    --trials "${TRIALS:-10}" --batch 2 --configurations bf16,int4_hadamard,kivi2
+start exact-match exact-match scripts/eval_fidelity.py "${both[@]}" --exact-match --text code --tokens "$tokens" \
+    --windows "$windows" --seeds 0,1 --trials "${TRIALS:-10}" --batch 2 --configurations bf16,int4_hadamard,kivi2
+for seed in 0 1; do
+    start ablation ablation-$seed scripts/fidelity_ablation.py --windows "$windows" --tokens "$tokens" --seed $seed
+done
 
 status=0
 for i in "${!pids[@]}"; do
