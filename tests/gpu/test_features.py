@@ -68,7 +68,7 @@ ASLEEP = {"kind": "sleep", "prompts": MIXED["prompts"], "max_tokens": 24}
 ENGINE = {
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 2**30,
-    "gpu_memory_utilization": 0.9,
+    "gpu_memory_utilization": 0.02,  # what must be free at the start; the cache has its own size
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
 }
@@ -397,6 +397,7 @@ def serving(model: Path, log_path: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "served",
         "--kv-cache-dtype", "oscar_int2", "--additional-config", json.dumps(oscar()["additional_config"]),
         "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**30),
+        "--gpu-memory-utilization", "0.02",
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
