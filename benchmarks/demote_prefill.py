@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step writes and what a prefill chunk reads, one layer: append, demote, and attention over INT2 history.
 
+``step`` is all that a decode step does before it attends: append, demote and query preparation, in three launches or,
+as it ships, in one.
+
 `run(device)` checks every launch variant against the reference, refuses to time a wrong one, then times replayed CUDA
 graphs. Attention of a chunk over a context counts 4 * query heads * head size operations for each pair of a query and
 a key: `attend_prefill` reads the context in place, `gather` writes context and chunk out for vLLM's FlashAttention-3,
@@ -18,11 +21,14 @@ from benchmarks.attend_decode import microseconds, warm_clocks
 from oscar_vllm.prefill import PrefillBuffers, attend_long
 from triton_ops import reference
 from triton_ops.append import append
+from triton_ops.attend_decode import DecodeWorkspace
 from triton_ops.attend_prefill import attend_prefill, workspace_shapes
 from triton_ops.codec import LayerCodec, Quantizer, rotation_codec
 from triton_ops.demote import demote
 from triton_ops.gather import GatherPlan, Span, gather, plan_gather
 from triton_ops.layout import PAGE_TOKENS, PageLayout
+from triton_ops.prepare import QueryMatrix, prepare_query
+from triton_ops.write_and_prepare import write_and_prepare
 
 HEAD_SIZE, KV_HEADS, QUERY_HEADS, SINK, RECENT, BLOCK = 128, 8, 32, 64, 256, 16
 CHUNK = 8192
@@ -48,6 +54,10 @@ DEMOTE_VARIANTS = [
     Variant("32 tokens", {"tokens_per_program": 32, "num_warps": 4}),
     Variant("128 tokens", {"tokens_per_program": 128, "num_warps": 8}),
     Variant("ieee", {"precision": "ieee"}),
+]
+STEP_VARIANTS = [
+    Variant("one launch"),
+    Variant("one launch, 255 registers", {"registers": 255}),
 ]
 PREFILL_VARIANTS = [
     Variant("shipped"),
@@ -104,6 +114,8 @@ class Case:
         self.sizes = {"num_tokens": tokens, "num_requests": count}
         self.longest = max(new for _, new in requests)
         self.device = device
+        self.matrix = QueryMatrix.of(self.codec)
+        self.workspace: DecodeWorkspace | None = None
 
     def cache(self) -> dict[str, Any]:
         return {
@@ -134,6 +146,42 @@ class Case:
             **self.cache(),
             **self.sizes,
             max_query_len=self.longest,
+            **variant.options,
+        )
+
+    def queries(self) -> dict[str, Any]:
+        """Arguments of `prepare_query` for a step of short queries."""
+        sizes = {"num_query_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+        requests = self.sizes["num_requests"]
+        if self.workspace is None:
+            self.workspace = DecodeWorkspace.allocate(
+                max_requests=requests, max_query_len=1, device=self.device, **sizes
+            )
+        return {
+            "query": self.query,
+            "codec": self.codec,
+            "matrix": self.matrix,
+            "grid": self.workspace.grid(num_requests=requests, max_query_len=1, **sizes),
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "scale": HEAD_SIZE**-0.5,
+            "prepared": self.workspace.prepared,
+        }
+
+    def three_launches(self, queries: dict[str, Any]) -> None:
+        self.append()
+        self.demote(DEMOTE_VARIANTS[0])
+        prepare_query(**queries)
+
+    def one_launch(self, queries: dict[str, Any], variant: Variant) -> None:
+        assert self.workspace is not None
+        write_and_prepare(
+            key=self.key,
+            value=self.value,
+            slot_mapping=self.slot_mapping,
+            num_tokens=self.sizes["num_tokens"],
+            multiprocessors=self.workspace.multiprocessors,
+            **self.cache() | queries,
             **variant.options,
         )
 
@@ -211,6 +259,17 @@ def check_demote(variant: Variant, device: str) -> float:
     moved |= {"codec": case.codec.to("cpu"), "pages": expected}
     reference.demote(case.key.cpu(), case.value.cpu(), **moved)
     case.demote(variant)
+    return float((case.pages.cpu() != expected).double().mean())
+
+
+def check_step(variant: Variant, device: str) -> float:
+    """Share of page bytes that differ from the reference's after one launch for the whole step."""
+    case = Case([(1023, 1), (1000, 1), (511, 1)], device)
+    expected = case.pages.cpu()
+    moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.cache().items()}
+    moved |= {"codec": case.codec.to("cpu"), "pages": expected}
+    reference.demote(case.key.cpu(), case.value.cpu(), **moved)
+    case.one_launch(case.queries(), variant)
     return float((case.pages.cpu() != expected).double().mean())
 
 
@@ -335,6 +394,7 @@ def run(
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
     for variants, check, limit in (
         (demote_variants, check_demote, MAX_PAGE_MISMATCH),
+        (STEP_VARIANTS, check_step, MAX_PAGE_MISMATCH),
         (prefill_variants, check_prefill, MAX_ERROR),
     ):
         for variant in variants:
@@ -357,6 +417,7 @@ def run(
         print(f"{kernel:14s} {shape:22s} {variant:22s} {time:10.1f} us  {extra}", flush=True)
 
     steps = {
+        "1 x 1, no page": Case([(1000, 1)], device),
         "32 x 1, no page": Case([(1000, 1)] * 32, device),
         "1 x 1, 1 page": Case([(1023, 1)], device),
         "32 x 1, 1 page": Case([(1023, 1)] + [(1000, 1)] * 31, device),
@@ -368,6 +429,13 @@ def run(
         record("append", shape, "shipped", microseconds([case.append] * 10))
         for variant in demote_variants:
             record("demote", shape, variant.name, microseconds([lambda c=case, v=variant: c.demote(v)] * 10))
+        if case.longest == 1:
+            queries = case.queries()
+            time = microseconds([lambda c=case, q=queries: c.three_launches(q)] * 10)
+            record("step", shape, "three launches", time)
+            for variant in STEP_VARIANTS:
+                time = microseconds([lambda c=case, q=queries, v=variant: c.one_launch(q, v)] * 10)
+                record("step", shape, variant.name, time)
     del steps, case
 
     for context in CONTEXTS:
