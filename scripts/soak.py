@@ -20,18 +20,20 @@ reported as distributions.
 answers the questions first. Tokens up to the first difference have the same prompt and prefix on both servers, so e,
 the change of such a token's logprob, is the *effect* of quantizing everything, measured on the tokens that are judged
 (and it includes the floating-point noise of both servers). The answer given alone and the one under load are two
-quantized readings of the same keys and values. With effects e and e', the drift is d = e' - e, hence |d| <= |e| +
-|e'|:
+quantized readings of the same keys and values. With effects e and e', the drift is d = e' - e, and far smaller than
+these: a reading that codes a share f of its numbers the other way differs by a full step D in each of those, rounding
+everything costs D / sqrt(12) on average, so rms(d) = sqrt(12 f) rms(e), less than rms(e) as long as f < 1/12. Noise of
+t standard deviations takes f = 0.7 t of Gaussian numbers over one of the borders 0 and +-1; a step of bfloat16 is
+t = 0.004, and with t = 0.03 after some layers the drift is half the effect. Hence
 
-* *one token*: at most twice the largest effect on a token; likewise a margin between the two likeliest tokens;
-* *one answer*: the mean over its tokens is at most twice the largest such mean of the effect;
-* *the whole run*: of the changes of all tokens, 98 % are at most twice the effect's 99th percentile (each of the two
-  terms is larger in 1 %), and their root mean square is at most that of the effect: a reading that codes a share f of
-  its numbers the other way differs by a full step D in each of those, rounding everything costs D / sqrt(12) on
-  average, so rms(d) = sqrt(12 f) rms(e), less than rms(e) as long as f < 1/12. Noise of t standard deviations takes
-  f = 0.7 t of Gaussian numbers over one of the borders 0 and +-1, so that is noise below 12 % of the numbers' spread;
-  a step of bfloat16 is 0.4 %. With ``--prefill exact`` it also depends on the scheduler's cuts which tokens are read
-  quantized, so there the bound is twice the effect's.
+* *one token*: its logprob moves by at most the largest effect on a token; that leaves a factor of about two because a
+  run compares many more tokens than the effect is measured on; likewise the margin between the two likeliest tokens;
+* *one answer*: the mean over its tokens is at most the largest such mean of the effect;
+* *the whole run*: the root mean square over all tokens is at most that of the effect, and 98 % of them move by at most
+  twice the effect's 99th percentile (|d| <= |e| + |e'|, and each of the two is larger in 1 %).
+
+With ``--prefill exact`` it also depends on the scheduler's cuts which tokens are read quantized, so that d may be as
+large as |e| + |e'|, and the bounds are twice as high.
 
 Corruption stands out: an answer from another prompt, a lost prefix or a wrong page moves most tokens of an answer by
 nats, or changes one that was certain. ``--tolerance`` replaces the measurement by one figure: the bound for a token
@@ -270,9 +272,9 @@ class Effects:
             return None
         factor = 1 if prefill == "invariant" else 2
         return Bounds(
-            token=2 * max(self.tokens),
-            answer=2 * max(self.answers),
-            margin=2 * max(self.margins),
+            token=factor * max(self.tokens),
+            answer=factor * max(self.answers),
+            margin=factor * max(self.margins),
             run_rms=factor * percentiles(self.tokens)["rms"],
             run_p98=2 * percentiles(self.tokens)["p99"],
             source=f"the effect of quantization on {len(self.tokens)} tokens of these questions, against {dtype}",

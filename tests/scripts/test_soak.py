@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -73,48 +74,52 @@ def test_answers_are_compared_token_by_token(alone, other, verdict, reason):
     assert reason in comparison.reason
 
 
-def noisy(spread: float, seed: int, reading: int, flipped: float = 1.0) -> soak.Answer:
-    """An answer of 10 tokens; codes of ``flipped`` of its numbers differ between readings, the rest are the seed's."""
-    common, own = random.Random(seed), random.Random(1000 * seed + reading)
+def reading(seed: int, number: int, quantized: bool = True) -> soak.Answer:
+    """An answer whose logprobs are sums over 400 Gaussian numbers, which this reading sees with noise of its own.
 
-    def error() -> float:
-        shared, mine = common.gauss(0, spread), own.gauss(0, spread)
-        return mine if own.random() < flipped else shared
-
-    errors = [(error(), error()) for _ in LONG]
+    Quantized ones are coded with the four levels -1.5, -0.5, 0.5 and 1.5 after that.
+    """
+    size = (len(LONG), 2, 400)
+    numbers = np.random.default_rng(seed).standard_normal(size)
+    seen = numbers + 0.02 * np.random.default_rng((seed, number)).standard_normal(size)
+    if quantized:
+        seen = np.floor(seen.clip(-1.99, 1.99)) + 0.5
     result = soak.Answer(text=LONG)
-    for token, (chosen, second) in zip(LONG, errors, strict=True):
+    for token, (chosen, second) in zip(LONG, 0.02 * (seen - numbers).sum(-1), strict=True):
         result.add(token, -0.5 + chosen, {token: -0.5 + chosen, "z": -6.0 + second})
     return result
 
 
 def test_bounds_follow_from_the_effect_of_quantization():
-    """Readings as far apart as quantization moves them pass; an answer that lost its context by a nat does not."""
+    """Other readings of the same numbers pass; an answer that lost its context by half a nat does not."""
     effects = soak.Effects()
     for seed in range(40):
-        effects.add(noisy(0.1, seed, 0), noisy(0.0, seed, 0))
+        effects.add(reading(seed, 0), reading(seed, 0, quantized=False))
     bounds = effects.bounds("invariant", "auto")
     assert bounds is not None
-    assert bounds.token == 2 * max(effects.tokens)
-    assert 0.4 < bounds.token < 1.0
-    assert 0.15 < bounds.answer < 0.5
-    assert bounds.run_rms == pytest.approx(0.1, rel=0.1)
-    assert bounds.run_p98 == pytest.approx(2 * 0.258, rel=0.2)  # 2.58 standard deviations
+    assert (bounds.token, bounds.answer) == (max(effects.tokens), max(effects.answers))
+    assert bounds.run_rms == pytest.approx(np.sqrt(np.mean(np.square(effects.tokens))))
+    assert bounds.run_p98 == pytest.approx(2 * np.quantile(effects.tokens, 0.99), rel=0.1)
     exact = effects.bounds("exact", "auto")
     assert exact is not None
-    assert (exact.run_rms, exact.token) == (2 * bounds.run_rms, bounds.token)
+    for name in ("token", "answer", "margin", "run_rms"):
+        assert getattr(exact, name) == 2 * getattr(bounds, name)
     record = soak.Record()
     for seed in range(40):
-        for reading in range(1, 30):
-            alone, other = noisy(0.1, seed, 0, 0.05), noisy(0.1, seed, reading, 0.05)
+        alone = reading(seed, 0)
+        for number in range(1, 30):
+            other = reading(seed, number)
             comparison = soak.compare(alone, other, bounds)
             assert comparison.verdict == "equal"
             record.compared(soak.Question("q", "plain", {}), "under load", alone, other, comparison)
     drift = record.drift.summary()
-    assert bounds.run_rms / 3 < drift["rms"] < bounds.run_rms
+    share = 0.7 * 0.02 * np.sqrt(2)  # of the codes that differ: both readings have noise
+    assert drift["rms"] == pytest.approx(np.sqrt(12 * share) * bounds.run_rms, rel=0.25)
+    assert drift["max"] < 0.9 * bounds.token
     assert drift["p98"] < bounds.run_p98
-    lost = noisy(1.0, 7, 31)
-    assert soak.compare(noisy(0.1, 7, 0), lost, bounds).verdict == "wrong"
+    lost = reading(7, 31)
+    lost.logprobs = [logprob - 0.5 for logprob in lost.logprobs]
+    assert soak.compare(reading(7, 0), lost, bounds).verdict == "wrong"
 
 
 def test_few_tokens_make_no_bounds():
