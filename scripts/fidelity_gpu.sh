@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fidelity on one GPU, in minutes: KL, retrieval up to the model's limit and exact match, with the baselines, and changes
-# of the recipe (fidelity_ablation.py). The sweep of sweep_text.py is apart, because it starts engines.
+# Fidelity on one GPU, in minutes: KL, retrieval up to the model's limit and exact match, with the baselines, and
+# changes of the recipe (fidelity_ablation.py). The sweep of sweep_text.py is apart, because it starts engines.
 #
 #   bash scripts/fidelity_gpu.sh MODEL OUT_DIR
 #
-# MODEL is a folder with a transformers model; its artifact MODEL/oscar_int2 is the configuration `default` (made here if
-# it is missing), the reference's is made in OUT_DIR/reference. Nothing is downloaded. The parts run side by side,
-# because a small model leaves most of a GPU idle; each writes OUT_DIR/PART.log, its table at the end, and rows to
-# OUT_DIR/PART.csv (…_retrieval.csv, …_answers.csv). The tables are printed at the end, and the exit status is that of
-# the worst part. DTYPE (float32), DEVICE (cuda), LENGTHS (2048 4096 8192), TRIALS (10: prompts of five questions for each
-# of two texts and two seeds), WINDOWS (24), TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS and
-# PYTHON can be set.
+# MODEL is a folder with a transformers model; its artifact MODEL/oscar_int2 is the configuration `default` (made here
+# if it is missing), the reference's is made in OUT_DIR/reference. Nothing is downloaded. The parts run side by side,
+# because a small model leaves most of a GPU idle; each writes OUT_DIR/PART.log and its own CSV files, which are put
+# together as OUT_DIR/fidelity*.csv with the columns of benchmarks/results/fidelity*.csv. The tables are printed at the
+# end, and the exit status is that of the last part that failed. In the environment: DTYPE (float32), DEVICE (cuda),
+# LENGTHS (8192 4096 2048), TRIALS (10: prompts of five questions for each of two texts and two seeds), WINDOWS (24),
+# TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS (kl retrieval exact-match ablation) and PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 model=$1 out=$2
@@ -64,4 +64,15 @@ for i in "${!pids[@]}"; do
     echo "== ${names[$i]}, after $SECONDS s"
     tr '\r' '\n' <"$out/${names[$i]}.log" | grep -v -e 'it/s' -e 's/it' -e '/configuration' -e '/window' | tail -40
 done
+
+together() { # FILE FILES…
+    local file="$out/$1"
+    shift
+    [ -e "$1" ] || return 0
+    { head -n 1 "$1" && tail -q -n +2 "$@"; } >"$file"
+}
+together fidelity.csv "$out"/kl-*.csv
+together fidelity_retrieval.csv "$out"/retrieval-*_retrieval.csv
+together fidelity_answers.csv "$out"/*-*_answers.csv
+together fidelity_ablation.csv "$out"/ablation-*.csv
 exit $status
