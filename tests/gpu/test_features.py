@@ -132,13 +132,13 @@ def jobs(folder: Path) -> dict[str, Job]:
     }  # fmt: skip
 
     def drafting(**draft) -> tuple[dict, list[dict]]:
-        options = {"speculative_config": draft, "disable_log_stats": False, "enforce_eager": False}
-        return {**oscar(), **options}, [PERIODIC, COUNTERS]
+        options = {"speculative_config": draft, "disable_log_stats": False}
+        return {**oscar(), **GRAPHS, **options}, [PERIODIC, COUNTERS]
 
     draft = {"method": "draft_model", "model": str(write_shortened(MAIN, 2, folder)), "num_speculative_tokens": 3}
     eagle = {"method": "eagle", "model": str(write_eagle_head(MAIN, folder)), "num_speculative_tokens": 3}
-    undrafted = ({**oscar(), "enforce_eager": False}, [PERIODIC])
-    unquantized = ({"block_size": 128, "enforce_eager": False}, [PERIODIC])
+    undrafted = ({**oscar(), **GRAPHS}, [PERIODIC])
+    unquantized = ({"block_size": 128, **GRAPHS}, [PERIODIC])
     two = {"gpus": 2, "environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}}
     ranks = {**oscar(), "disable_custom_all_reduce": True}
     sleeping = [ASLEEP | {"name": "first", "level": 1}, ASLEEP | {"name": "second", "level": 2}]
@@ -389,7 +389,7 @@ def test_every_block_returns_to_the_pool(runs: dict[str, Finished]) -> None:
 
 @contextlib.contextmanager
 def serving(model: Path, log_path: Path) -> Iterator[str]:
-    """A server with CUDA graphs and torch.compile; its URL."""
+    """A server with CUDA graphs; its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -397,7 +397,7 @@ def serving(model: Path, log_path: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "served",
         "--kv-cache-dtype", "oscar_int2", "--additional-config", json.dumps(oscar()["additional_config"]),
         "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**30),
-        "--gpu-memory-utilization", "0.02",
+        "--gpu-memory-utilization", "0.02", "--compilation-config", json.dumps(GRAPHS["compilation_config"]),
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
