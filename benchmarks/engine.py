@@ -3,6 +3,9 @@
 
 Random weights of a real geometry; every dtype runs in its own process. The decode step is timed on a full prefix hit:
 each request's prompt is cached, and the time per step is the difference between a long and a short generation.
+
+With ``--turns`` many users talk in turns instead, each over a context of its own, all within one budget of cache bytes:
+generated tokens per second once every context has been read, contexts that were evicted meanwhile read again included.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,75 +43,113 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 96
+Shape = tuple[int, int]
+"""Tokens of context and requests."""
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one KV-cache dtype; runs inside its own process."""
-    from vllm import LLM, SamplingParams
+def shape(text: str) -> Shape:
+    """``100000x4``: four requests of 100,000 tokens."""
+    context, requests = text.split("x")
+    return int(context), int(requests)
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(GEOMETRIES[arguments.geometry]))
-        options: dict[str, Any] = {}
+
+def prompts(arguments: argparse.Namespace, context: int, count: int) -> list[list[int]]:
+    """Token ids that share no prefix."""
+    last = GEOMETRIES[arguments.geometry]["vocab_size"] - 10
+    return [[(i * 7919 + j * (2 * i + 1)) % last + 5 for j in range(context)] for i in range(count)]
+
+
+class Engine:
+    """vLLM with random weights."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        requests = sorted({1, *(count for _, count in arguments.shapes)})
+        options: dict[str, Any] = {"gpu_memory_utilization": arguments.gpu_memory_utilization}
+        if arguments.kv_cache_gib is not None:
+            options = {"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)}
         if arguments.kv_cache_dtype.startswith("oscar"):
             options["additional_config"] = {"oscar": {"rotation": "hadamard"}}
         start = time.perf_counter()
-        llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            max_model_len=arguments.max_model_len,
-            max_num_seqs=max(arguments.batch),
-            max_num_batched_tokens=arguments.max_num_batched_tokens,
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
-            enforce_eager=arguments.enforce_eager,
-            compilation_config={"cudagraph_capture_sizes": sorted({1, *arguments.batch})},
-            enable_prefix_caching=True,
-            seed=0,
-            **options,
-        )
-    started = time.perf_counter() - start
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(GEOMETRIES[arguments.geometry]))
+            self.llm = LLM(
+                folder,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                kv_cache_dtype=arguments.kv_cache_dtype,
+                max_model_len=arguments.max_model_len,
+                max_num_seqs=max(requests),
+                max_num_batched_tokens=arguments.max_num_batched_tokens,
+                enforce_eager=arguments.enforce_eager,
+                compilation_config={"cudagraph_capture_sizes": requests},
+                enable_prefix_caching=True,
+                seed=0,
+                **options,
+            )
+        self.generate([[7] * 300], 8)  # compile what is compiled on first use
+        self.start_s = time.perf_counter() - start
 
-    def generate(prompts: list[dict[str, list[int]]], tokens: int) -> tuple[float, list[int]]:
+    def generate(self, batch: list[list[int]], tokens: int) -> tuple[float, list[Any]]:
+        """Seconds, and vLLM's outputs."""
+        from vllm import SamplingParams
+
         parameters = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        return time.perf_counter() - begin, [output.num_cached_tokens or 0 for output in outputs]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in batch], parameters, use_tqdm=False)
+        return time.perf_counter() - begin, outputs
 
-    vocabulary = GEOMETRIES[arguments.geometry]["vocab_size"]
-    rows = []
-    generate([{"prompt_token_ids": [7] * 300}], 8)  # compile what is compiled on first use
-    for context in arguments.context:
-        prompts = [
-            {"prompt_token_ids": [(i * 7919 + j * (2 * i + 1)) % (vocabulary - 10) + 5 for j in range(context)]}
-            for i in range(max(arguments.batch))
-        ]
-        prefill = []
-        for prompt in prompts:
-            prefill.append(generate([prompt], 1)[0])
-            print(f"prefill of {context} tokens: {prefill[-1]:.2f} s", flush=True)
-        for batch in arguments.batch:
-            chosen = prompts[:batch]
-            generate(chosen, 4)
-            # The best of each: the difference of two noisy times would favour a slow short run.
-            runs = [(generate(chosen, 4), generate(chosen, 4 + STEPS)) for _ in range(3)]
-            short, long = (min(times[i][0] for times in runs) for i in (0, 1))
-            hits = runs[0][0][1]
-            rows.append(
-                {
-                    "kv_cache_dtype": arguments.kv_cache_dtype,
-                    "geometry": arguments.geometry,
+
+def measure_steps(engine: Engine, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each shape: time of a prefill, and of a decode step on a full prefix hit."""
+    read: dict[int, list[float]] = {}
+    for context, requests in arguments.shapes:
+        chosen, seconds = prompts(arguments, context, requests), read.setdefault(context, [])
+        for prompt in chosen[len(seconds) :]:
+            seconds.append(engine.generate([prompt], 1)[0])
+            print(f"prefill of {context} tokens: {seconds[-1]:.2f} s", flush=True)
+        engine.generate(chosen, 4)
+        # The best of each: the difference of two noisy times would favour a slow short run.
+        runs = [(engine.generate(chosen, 4), engine.generate(chosen, 4 + STEPS)) for _ in range(3)]
+        short, long = (min(times[i][0] for times in runs) for i in (0, 1))
+        yield {
+            "context": context,
+            "batch": requests,
+            "ms_per_step": 1e3 * (long - short) / STEPS,
+            "prefill_s": min(seconds),
+            "prefill_tokens_per_s": context / min(seconds),
+            "hit_tokens": min(output.num_cached_tokens or 0 for output in runs[0][0][1]),
+        }
+
+
+def measure_turns(engine: Engine, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each shape: users that each add 64 tokens to their context and get 128, all at once."""
+    for context, users in arguments.shapes:
+        histories = prompts(arguments, context, users)
+        for turn in range(1 + arguments.turns):
+            seconds, outputs = engine.generate(histories, 128)
+            hits = sum(output.num_cached_tokens or 0 for output in outputs)
+            print(f"turn {turn} of {users} users: {seconds:.2f} s, {hits} tokens cached", flush=True)
+            if turn:
+                yield {
                     "context": context,
-                    "batch": batch,
-                    "ms_per_step": 1e3 * (long - short) / STEPS,
-                    "prefill_s": min(prefill),
-                    "prefill_tokens_per_s": context / min(prefill),
-                    "hit_tokens": min(hits),
-                    "start_s": started,
+                    "batch": users,
+                    "turn": turn,
+                    "tokens_per_s": 128 * users / seconds,
+                    "hit_share": hits / sum(map(len, histories)),
+                    "kv_cache_gib": arguments.kv_cache_gib,
                 }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            for user, output in enumerate(outputs):
+                histories[user] += [*output.outputs[0].token_ids, *([11 + turn] * 64)]
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print rows of one KV-cache dtype; runs inside its own process."""
+    engine = Engine(arguments)
+    common = {"kv_cache_dtype": arguments.kv_cache_dtype, "geometry": arguments.geometry}
+    for row in (measure_turns if arguments.turns else measure_steps)(engine, arguments):
+        print(json.dumps(common | row | {"start_s": engine.start_s}), flush=True)
 
 
 def run(dtype: str, extra: list[str], log_dir: Path | None = None, timeout_s: float = 400) -> list[dict[str, Any]]:
@@ -129,7 +171,7 @@ def run(dtype: str, extra: list[str], log_dir: Path | None = None, timeout_s: fl
             kv_tokens = int(size.group(1).replace(",", ""))
         if line.startswith('{"kv_cache_dtype"'):
             rows.append({**json.loads(line), "kv_tokens": kv_tokens})
-        if size or line.startswith(('{"kv_cache_dtype"', "prefill of")):
+        if size or line.startswith(('{"kv_cache_dtype"', "prefill of", "turn ")):
             print(f"{time.perf_counter() - begin:5.0f} s  {line.strip()}", flush=True)
     guard.cancel()
     print(f"{dtype}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s, exit {process.wait()}", flush=True)
@@ -142,8 +184,11 @@ def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--kv-cache-dtype", default="oscar_int2")
     arguments.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-8b")
-    arguments.add_argument("--context", type=int, nargs="+", default=[100_000])
-    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    arguments.add_argument(
+        "--shapes", type=shape, nargs="+", default=[(100_000, 1), (100_000, 4)], help="CONTEXTxREQUESTS, in order"
+    )
+    arguments.add_argument("--turns", type=int, default=0, help="users in turns: turns to measure")
+    arguments.add_argument("--kv-cache-gib", type=float, help="cache size instead of a share of the memory")
     arguments.add_argument("--max-model-len", type=int, default=131_072)
     arguments.add_argument("--max-num-batched-tokens", type=int, default=8192)
     arguments.add_argument("--gpu-memory-utilization", type=float, default=0.92)
