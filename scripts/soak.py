@@ -44,7 +44,7 @@ cache that is not quantized (``--cache-dtype auto``, where nothing is to be comp
 The default mode of the server is ``prefill="invariant"``, in which results do not depend on how the scheduler cuts
 prompts. The server of ``--compare-dtype`` also gets some minutes of the same traffic: its drift is what batches do
 without any quantization, on the same machine. The report also says how many of the values that it finds in its
-prompts the quantized cache loses.
+prompts the quantized cache loses and gains; more losses than chance explains (sign test) are a violation.
 
 The report is written after every segment, and at the end also when the run is interrupted (SIGINT, SIGTERM).
 
@@ -88,6 +88,8 @@ ENOUGH_TOKENS = 8
 """Tokens of an answer from which on their mean is judged."""
 ENOUGH_EFFECTS = 200
 """Tokens from which on measured effects make bounds."""
+SIGNIFICANT = 0.01
+"""Chance below which lost values (`chance_of`) are a violation."""
 TOP_LOGPROBS = 20
 KEPT = 200
 """Differences, and violations of one kind, that are kept in full; all are counted."""
@@ -1112,13 +1114,20 @@ def compare_dtypes(main: Soak, reference: Soak) -> dict:
         {"question": name, "reference": reference.alone[name].text, "answer": main.alone[name].text}
         for name in sorted(right - also)
     ]
+    gained = sorted(also - right)
     equal = sum(main.alone[question.name].tokens == reference.alone[question.name].tokens for question in asked)
     return {
         "dtype": main.options.compare_dtype, "questions": len(asked), "equal": equal,
         "with_expected_value": sum(question.expected is not None for question in asked),
-        "found": len(also), "found_by_reference": len(right), "lost": lost,
+        "found": len(also), "found_by_reference": len(right), "lost": lost, "gained": gained,
+        "chance": chance_of(len(lost), len(gained)),
         "effect": main.effects.summary(), "reference": observed(reference),
     }  # fmt: skip
+
+
+def chance_of(lost: int, gained: int) -> float:
+    """Probability of at least so many lost among the values that only one of two equally good caches finds."""
+    return sum(math.comb(lost + gained, count) for count in range(lost, lost + gained + 1)) / 2 ** (lost + gained)
 
 
 def observed(soak: Soak) -> dict:
@@ -1236,7 +1245,7 @@ def table(result: dict) -> str:
             f"{numbers(effect['margins'])}",
             f"alone          {other['equal']} of {other['questions']} answers as with {other['dtype']}; values found: "
             f"{other['found_by_reference']}, here {other['found']} of {other['with_expected_value']}, "
-            f"lost {len(other['lost'])}",
+            f"lost {len(other['lost'])}, gained {len(other['gained'])} (chance {other['chance']:.2f})",
         ]
     counts = [f"{count} x {kind}" for kind, count in result["violation_kinds"].items()]
     if not result["finished"]:
@@ -1277,12 +1286,6 @@ def parser() -> argparse.ArgumentParser:
         help="cache dtype of the server that answers first (auto without --tolerance; none: no such server)",
     )
     serve.add_argument("--compare-minutes", type=float, help="of traffic for it (a fifth of --minutes, at least one)")
-    serve.add_argument(
-        "--max-lost",
-        type=float,
-        default=0.1,
-        help="share of the values found with --compare-dtype that may be lost (%(default)s)",
-    )
     serve.add_argument("--max-model-len", type=int, default=8192)
     serve.add_argument("--max-num-seqs", type=int, default=16)
     serve.add_argument("--max-num-batched-tokens", type=int, default=2048)
@@ -1370,9 +1373,9 @@ class Run:
             asyncio.run(soak.drive())
         if self.reference is not None and soak.record.finished:
             comparison = compare_dtypes(soak, self.reference)
-            lost, known = len(comparison["lost"]), comparison["found_by_reference"]
-            if lost > options.max_lost * known:
-                soak.record.violation("lost values", f"{lost} of {known}")
+            if comparison["chance"] < SIGNIFICANT:
+                lost, gained = len(comparison["lost"]), len(comparison["gained"])
+                soak.record.violation("lost values", f"{lost}, and {gained} gained: chance {comparison['chance']:.4f}")
 
     @contextlib.contextmanager
     def serving(

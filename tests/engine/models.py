@@ -275,7 +275,7 @@ def write_lora(geometry: Geometry, directory: Path, rank: int = 8) -> Path:
     return path
 
 
-def write_mixed(family: str, directory: Path) -> Path:
+def write_mixed(family: str, directory: Path, sharpness: float = 3.0) -> Path:
     """A random model whose layers alternate between a window of 256 tokens and all tokens, made by transformers.
 
     ``gemma3``: every layer has a cache. ``gemma3n``: the last two of six read the caches of the two before them.
@@ -283,7 +283,7 @@ def write_mixed(family: str, directory: Path) -> Path:
     """
     import transformers
 
-    path = directory / family
+    path = directory / (family if sharpness == 3.0 else f"{family}-s{sharpness}")
     layers = 6 if family == "gemma3n" else 4
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -311,7 +311,7 @@ def write_mixed(family: str, directory: Path) -> Path:
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
         settings = transformers.GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(settings).float()
-    randomize(model)
+    randomize(model, sharpness)
     model.save_pretrained(path)
     return path
 

@@ -122,6 +122,13 @@ def test_bounds_follow_from_the_effect_of_quantization():
     assert soak.compare(reading(7, 0), lost, bounds).verdict == "wrong"
 
 
+def test_lost_values_are_judged_by_chance():
+    assert soak.chance_of(0, 0) == soak.chance_of(0, 5) == 1
+    assert soak.chance_of(1, 0) == 0.5
+    assert soak.chance_of(2, 1) == 0.5
+    assert soak.chance_of(6, 0) > soak.SIGNIFICANT > soak.chance_of(7, 0)
+
+
 def test_few_tokens_make_no_bounds():
     effects = soak.Effects()
     effects.add(answer(LONG), answer(LONG))
