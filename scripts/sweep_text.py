@@ -6,8 +6,10 @@
 
 Long prompts of real text are continued by two engines, one with the model's own cache dtype and one with
 ``oscar_int2`` as it is served by default. `symptoms` looks at both continuations. What only ``oscar_int2`` shows is
-printed with both texts, and the exit status is 1; what only the other engine shows is counted too, because greedy
-decoding of a small model loops now and then, and a difference that comes from that falls either way.
+looked at again, because greedy decoding of a small model loops now and then, and which of two nearly equal tokens comes
+first decides: the unquantized engine goes on from the first token that differed, the *branch*. Symptoms that it shows
+there as well are the model's own; any other is printed with all texts, and the exit status is 1. What only the
+unquantized engine shows is counted too.
 
 Texts (all come with Python or with vLLM's own requirements, none is read by calibration; `TEXTS`): code and manual of
 the standard library, conversations in the model's chat template about pages of the manual, tables, names of languages,
@@ -53,7 +55,7 @@ INCOMPRESSIBLE = 0.8
 UNLIKELY = 2.5
 
 FIELDS = ("model", "text", "prompt", "tokens", "new_tokens", "cache", "symptoms", "period", "distinct", "replacements",
-          "foreign", "incompressible", "nats", "prompt_nats", "equal_tokens", "dtype", "commit", "versions",
+          "foreign", "incompressible", "nats", "prompt_nats", "equal_tokens", "branch", "dtype", "commit", "versions",
           "command")  # fmt: skip
 
 
@@ -108,32 +110,37 @@ def stretches(tokenizer: Any, text: str, count: int, length: int) -> list[list[i
 
 
 def conversations(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Conversations of ``length`` tokens about pages of the manual; the last question goes back to the first page."""
+    """Conversations of up to ``length`` tokens about pages of the manual; the last question is about the first page.
+
+    Each begins with another page, so there are at most as many as pages.
+    """
     from pydoc_data.topics import topics
 
-    pages = iter([(name, topics[name]) for name in sorted(topics) if 800 < len(topics[name]) < 3000])
-    made: list[list[int]] = []
+    pages = [(name, topics[name].strip()) for name in sorted(topics) if 800 < len(topics[name]) < 3000]
+    count = min(count, len(pages))
 
-    def written(messages: list[dict[str, str]], *, ask: bool) -> list[int]:
+    def written(messages: list[tuple[str, str]]) -> list[int]:
         if tokenizer.chat_template is None:
-            lines = [f"{message['role']}: {message['content']}" for message in messages]
-            return tokenizer("\n\n".join(lines + ["assistant:"] * ask), add_special_tokens=False).input_ids
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+            text = "\n\n".join([*(f"{role}: {content}" for role, content in messages), "assistant:"])
+        else:
+            turns = [{"role": role, "content": content} for role, content in messages]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    while len(made) < count:
-        messages: list[dict[str, str]] = []
-        first = ""
-        while True:
-            name, page = next(pages)
-            first = first or name
-            turn = [{"role": "user", "content": f"What does Python's manual say about {name!r}?"},
-                    {"role": "assistant", "content": page.strip()}]  # fmt: skip
-            question = f"Thank you. Now say in three sentences what you told me about {first!r} at the beginning."
-            if len(written([*messages, *turn, {"role": "user", "content": question}], ask=True)) > length:
+    made = []
+    for i in range(count):
+        start = len(pages) * i // count
+        order = pages[start:] + pages[:start]
+        last = f"Thank you. Now say in three sentences what you told me about {order[0][0]!r} at the beginning."
+        messages: list[tuple[str, str]] = []
+        for name, page in order:
+            turn = [("user", f"What does Python's manual say about {name!r}?"), ("assistant", page)]
+            if len(written([*messages, *turn, ("user", last)])) > length:
                 break
             messages += turn
-        made.append(written([*messages, {"role": "user", "content": question}], ask=True))
+        if not messages:
+            raise SystemExit(f"{length} tokens are too few for a conversation; raise --tokens")
+        made.append(written([*messages, ("user", last)]))
     return made
 
 
@@ -243,7 +250,7 @@ def agreeing(a: list[int], b: list[int]) -> int:
 
 
 def main() -> int:
-    """Run the sweep; 1 if ``oscar_int2`` shows a symptom that the other cache does not."""
+    """Run the sweep; 1 if ``oscar_int2`` shows a symptom that is not the model's own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or folder")
     parser.add_argument("--artifact", help="folder of the artifact (default: what the plugin finds for the model)")
@@ -272,44 +279,59 @@ def main() -> int:
             prompts = stretches(tokenizer, source(), options.prompts, options.tokens)
         cases += [(name, i, prompt) for i, prompt in enumerate(prompts)]
 
-    run = partial(fidelity_engine.continued, options.model, [prompt for *_, prompt in cases], options.new_tokens,
-                  options.dtype)  # fmt: skip
+    run = partial(fidelity_engine.continued, options.model, dtype=options.dtype)
+    prompts = [prompt for *_, prompt in cases]
     oscar = {"artifact": str(Path(options.artifact).resolve())} if options.artifact else {}
-    quantized = run({"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}})
-    exact = run({}, judged=[quantized.tokens])
+    served = {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}}
+    quantized = run(prompts, options.new_tokens, engine=served)
+    exact = run(prompts, options.new_tokens, engine={}, judged=[quantized.tokens])
 
-    rows: list[dict[str, Any]] = []
-    only: dict[str, list[str]] = {"oscar_int2": [], "auto": []}
-    shown = {"model": Path(options.model).name, "dtype": options.dtype} | provenance("sweep_text.py", options.dtype)
+    def examine(at: int, tokens: list[int], nats: float) -> Symptoms:
+        return symptoms(texts[at], readable(tokenizer, tokens), tokens, nats, exact.prompt_nats[at])
+
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    of_exact = [examine(at, tokens, exact.nats[0][at]) for at, tokens in enumerate(exact.tokens)]
+    of_oscar = [examine(at, tokens, exact.nats[1][at]) for at, tokens in enumerate(quantized.tokens)]
+    equal = [agreeing(*pair) for pair in zip(exact.tokens, quantized.tokens, strict=True)]
+    only_oscar = {at: x.names - y.names for at, (x, y) in enumerate(zip(of_oscar, of_exact, strict=True))
+                  if x.names - y.names}  # fmt: skip
+    only_exact = {at: y.names - x.names for at, (x, y) in enumerate(zip(of_oscar, of_exact, strict=True))
+                  if y.names - x.names}  # fmt: skip
+    branches: dict[int, list[int]] = {}
+    if only_oscar:
+        heads = {at: quantized.tokens[at][: equal[at] + 1] for at in only_oscar}
+        tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine={}).tokens
+        branches = {at: (head + tail)[: options.new_tokens] for (at, head), tail in
+                    zip(heads.items(), tails, strict=True)}  # fmt: skip
+    # The branch's likelihood was not computed and excuses nothing.
+    of_branch = {at: examine(at, tokens, 0.0).names - {"unlikely"} for at, tokens in branches.items()}
+    left = {at: names - of_branch[at] for at, names in only_oscar.items() if names - of_branch[at]}
+
+    shared = {"model": Path(options.model).name, "dtype": options.dtype} | provenance("sweep_text.py", options.dtype)
+    rows = []
     for at, (name, number, prompt) in enumerate(cases):
-        prompt_text = tokenizer.decode(prompt)
-        continuations = {"auto": exact.tokens[at], "oscar_int2": quantized.tokens[at]}
-        found = {
-            cache: symptoms(prompt_text, readable(tokenizer, tokens), tokens, exact.nats[i][at], exact.prompt_nats[at])
-            for i, (cache, tokens) in enumerate(continuations.items())
-        }
-        for cache, tokens in continuations.items():
-            seen = found[cache]
-            other = found["auto" if cache == "oscar_int2" else "oscar_int2"]
-            if seen.names - other.names:
-                only[cache].append(f"{name} {number}: {', '.join(sorted(seen.names - other.names))}")
-            rows.append(shown | {
+        for cache, tokens, seen in (("auto", exact.tokens[at], of_exact[at]),
+                                    ("oscar_int2", quantized.tokens[at], of_oscar[at])):  # fmt: skip
+            rows.append(shared | {
                 "text": name, "prompt": number, "tokens": len(prompt), "new_tokens": len(tokens), "cache": cache,
                 "symptoms": " ".join(sorted(seen.names)), "period": seen.period, "distinct": seen.distinct,
                 "replacements": seen.replacements, "foreign": seen.foreign, "incompressible": seen.incompressible,
-                "nats": seen.nats, "prompt_nats": exact.prompt_nats[at],
-                "equal_tokens": agreeing(*continuations.values()),
+                "nats": seen.nats, "prompt_nats": exact.prompt_nats[at], "equal_tokens": equal[at],
+                "branch": " ".join(sorted(of_branch.get(at, ()))) if cache == "oscar_int2" else "",
             })  # fmt: skip
-        if found["oscar_int2"].names - found["auto"].names:
-            print(f"--- {only['oscar_int2'][-1]}\n… {prompt_text[-200:]}")
-            for cache, tokens in continuations.items():
+        if at in left:
+            print(f"--- {name} {number}: {', '.join(sorted(left[at]))}\n… {texts[at][-200:]}")
+            for cache, tokens in (("auto", exact.tokens[at]), ("oscar_int2", quantized.tokens[at]),
+                                  ("auto, from the branch", branches[at])):  # fmt: skip
                 print(f"--- {cache}\n{readable(tokenizer, tokens)}")
     print(summary(rows))
-    for cache, cases_of in only.items():
-        print(f"symptoms that only {cache} shows: {len(cases_of)} of {len(cases)} prompts; {'; '.join(cases_of)}")
+    for label, found in (("only auto shows", only_exact), ("only oscar_int2 shows", only_oscar),
+                         ("only oscar_int2 shows and auto does not from the branch", left)):  # fmt: skip
+        listed = "; ".join(f"{cases[at][0]} {cases[at][1]}: {', '.join(sorted(names))}" for at, names in found.items())
+        print(f"symptoms that {label}: {len(found)} of {len(cases)} prompts. {listed}".rstrip())
     if options.csv is not None:
         append_csv(options.csv, rows, FIELDS)
-    return 1 if only["oscar_int2"] else 0
+    return 1 if left else 0
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -104,42 +104,58 @@ def test_loops_have_a_least_period(sweep):
 def test_conversations_fit_and_ask_for_their_first_page(sweep):
     made = sweep.conversations(TOKENIZER, 3, 6000)
     texts = [TOKENIZER.decode(ids) for ids in made]
-    assert len(set(texts)) == 3
+    assert len({text[:100] for text in texts}) == 3
+    with pytest.raises(SystemExit, match="500 tokens are too few for a conversation"):
+        sweep.conversations(TOKENIZER, 3, 500)
     for text in texts:
         assert 3000 < len(text) <= 6000
         first = text.split("What does Python's manual say about ")[1].split("?")[0]
         assert text.endswith(f"what you told me about {first} at the beginning.\n\nassistant:")
 
 
-def run_main(sweep, monkeypatch, tmp_path, quantized: str, exact: str) -> int:
-    """The exit status of a sweep over a file, with engines that write ``quantized`` and ``exact``."""
-    tokens = {"oscar_int2": TOKENIZER(quantized).input_ids, "auto": TOKENIZER(exact).input_ids}
+def run_main(sweep, monkeypatch, tmp_path, *, quantized: str, exact: str, branch: str = "") -> int:
+    """The exit status of a sweep over a file; engines write ``quantized``, ``exact`` and, from a branch, ``branch``."""
+    story = PROMPT * 5
 
-    def continued(model, prompts, new_tokens, dtype, engine, judged=None):
-        own = [tokens[engine.get("kv_cache_dtype", "auto")]] * len(prompts)
+    def continued(model, prompts, new_tokens, *, dtype, engine, judged=None):
+        words = quantized if engine else exact
+        if len(prompts[0]) > 1200:  # a branch
+            assert TOKENIZER.decode(prompts[0])[1200:] == quantized[: len(prompts[0]) - 1200]
+            assert quantized[: len(prompts[0]) - 1201] == exact[: len(prompts[0]) - 1201]
+            words = branch
+        own = [TOKENIZER(words).input_ids] * len(prompts)
         nats = [] if judged is None else [[0.5] * len(prompts)] * 2
         return sweep.fidelity_engine.Continuations(own, [2.0] * len(prompts), nats)
 
     monkeypatch.setattr(sweep.fidelity_engine, "continued", continued)
     monkeypatch.setattr(sweep.AutoTokenizer, "from_pretrained", lambda model: TOKENIZER)
-    (tmp_path / "story.txt").write_text(PROMPT * 5)
+    (tmp_path / "story.txt").write_text(story)
     monkeypatch.setattr(
         sys, "argv",
         ["sweep_text.py", "--model", "m", "--texts", "", "--text", f"story={tmp_path / 'story.txt'}", "--prompts", "2",
-         "--csv", str(tmp_path / "sweep.csv")],
+         "--new-tokens", "400", "--csv", str(tmp_path / "sweep.csv")],
     )  # fmt: skip
     return sweep.main()
 
 
+LOOP = "He went round. " * 20
+
+
 def test_the_exit_status_is_1_for_what_only_the_quantized_cache_shows(sweep, monkeypatch, tmp_path, capsys):
-    loop = "the same. " * 30
-    assert run_main(sweep, monkeypatch, tmp_path, loop, TEXT) == 1
+    assert run_main(sweep, monkeypatch, tmp_path, quantized=LOOP, exact=TEXT, branch=TEXT) == 1
     printed = capsys.readouterr().out
     assert "--- story 1: loop, repeats" in printed
-    assert printed.count(loop) == 2
+    assert printed.count(LOOP) == 2
     assert "symptoms that only oscar_int2 shows: 2 of 2 prompts" in printed
-    assert run_main(sweep, monkeypatch, tmp_path, loop, loop) == 0
-    assert run_main(sweep, monkeypatch, tmp_path, TEXT, loop) == 0
+    assert "symptoms that only oscar_int2 shows and auto does not from the branch: 2 of 2 prompts" in printed
+
+
+def test_the_exit_status_is_0_for_what_the_model_shows_itself(sweep, monkeypatch, tmp_path, capsys):
+    assert run_main(sweep, monkeypatch, tmp_path, quantized=LOOP, exact=LOOP) == 0
+    assert run_main(sweep, monkeypatch, tmp_path, quantized=TEXT, exact=LOOP) == 0
+    assert "symptoms that only auto shows: 2 of 2 prompts" in capsys.readouterr().out
+    assert run_main(sweep, monkeypatch, tmp_path, quantized=LOOP, exact=TEXT, branch=LOOP[9:]) == 0
     printed = capsys.readouterr().out
-    assert "symptoms that only auto shows: 2 of 2 prompts" in printed
+    assert "symptoms that only oscar_int2 shows: 2 of 2 prompts" in printed
+    assert "auto does not from the branch: 0 of 2 prompts." in printed
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 3 * 2 * 2
