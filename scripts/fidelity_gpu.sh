@@ -5,13 +5,14 @@
 #
 #   bash scripts/fidelity_gpu.sh MODEL OUT_DIR
 #
-# MODEL is a folder with a transformers model; its artifact MODEL/oscar_int2 is the configuration `default` (made here
-# if it is missing), the reference's is made in OUT_DIR/reference. Nothing is downloaded. The parts run side by side,
-# because a small model leaves most of a GPU idle; each writes OUT_DIR/PART.log and its own CSV files, which are put
-# together as OUT_DIR/fidelity*.csv with the columns of benchmarks/results/fidelity*.csv. The tables are printed at the
-# end, and the exit status is that of the last part that failed. In the environment: DTYPE (float32), DEVICE (cuda),
-# LENGTHS (8192 4096 2048), TRIALS (10: prompts of five questions for each of two texts and two seeds), WINDOWS (24),
-# TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS (kl retrieval exact-match ablation) and PYTHON.
+# MODEL is a folder with a transformers model. The artifacts `default` and `reference` are made in OUT_DIR from the same
+# statistics, unless they are there; DEFAULT names another folder of the first. Nothing is downloaded. The parts run
+# side by side, because a small model leaves most of a GPU idle; each writes OUT_DIR/PART.log and its own CSV files,
+# which are put together as OUT_DIR/fidelity*.csv with the columns of benchmarks/results/fidelity*.csv. The tables are
+# printed at the end, and the exit status is that of the last part that failed. In the environment: DTYPE (float32),
+# DEVICE (cuda), LENGTHS (8192 4096 2048), TRIALS (10: prompts of five questions for each of two texts and two seeds),
+# WINDOWS (24), TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS (kl retrieval exact-match ablation)
+# and PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 model=$1 out=$2
@@ -26,11 +27,14 @@ calibrate() { # FOLDER ARGUMENTS…
         --device-map "$device" ${CALIB:-} "$@" >>"$out/calibration.log" 2>&1 || { cat "$out/calibration.log"; exit 1; }
 }
 
-calibrate "$model/oscar_int2"
+default=${DEFAULT:-$out/default}
+calibrate "$default" --keep-statistics
+statistics=$default/calibration_statistics.safetensors
+[ ! -e "$statistics" ] || cp "$statistics" "$out/reference/"
 calibrate "$out/reference" --preset reference
 echo "calibrated after $SECONDS s"
 
-both=(--artifact "default=$model/oscar_int2" --artifact "reference=$out/reference")
+both=(--artifact "default=$default" --artifact "reference=$out/reference")
 pids=() names=()
 start() { # KIND NAME COMMAND…
     local kind=$1 part=$2
