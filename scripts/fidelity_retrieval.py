@@ -115,22 +115,21 @@ def cases(
 
     """
     depths = sorted(options.depths)
-    made: dict[int, list[tuple[Case, Haystack]]] = {length: [] for length in options.lengths}
-    for name, text in texts.items():
-        filler = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    fillers = {name: tokenizer(text, add_special_tokens=False, verbose=False).input_ids for name, text in texts.items()}
+    for filler in fillers.values():
         if len(filler) < max(options.lengths):
             raise SystemExit(f"the text has {len(filler)} tokens, a prompt of {max(options.lengths)} needs more")
-        for length, seed in ((x, y) for x in options.lengths for y in options.seeds):
-            generator = random.Random(f"{seed} {length}")
-            for _ in range(options.trials):
-                ids, needles = prompt(tokenizer, filler, length=length, depths=depths, generator=generator)
-                for depth, needle in zip(depths, needles, strict=True):
-                    if needle.sentence[0] < segments.sink or needle.sentence[1] > needle.answer[0] - segments.recent:
-                        raise SystemExit(
-                            f"at depth {depth} % of {length} tokens a sentence is not in history; choose another"
-                        )
-                case = Case(ids, [needle.answer for needle in needles])
-                made[length].append((case, Haystack(name, seed, needles)))
+    made: dict[int, list[tuple[Case, Haystack]]] = {length: [] for length in options.lengths}
+    for length, seed in ((x, y) for x in options.lengths for y in options.seeds):
+        generator = random.Random(f"{seed} {length}")
+        for name in [name for name in texts for _ in range(options.trials)]:
+            ids, needles = prompt(tokenizer, fillers[name], length=length, depths=depths, generator=generator)
+            for depth, needle in zip(depths, needles, strict=True):
+                if needle.sentence[0] < segments.sink or needle.sentence[1] > needle.answer[0] - segments.recent:
+                    raise SystemExit(
+                        f"at depth {depth} % of {length} tokens a sentence is not in history; choose another"
+                    )
+            made[length].append((Case(ids, [needle.answer for needle in needles]), Haystack(name, seed, needles)))
     return made
 
 
