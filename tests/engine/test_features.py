@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.pipeline import calibrate
 from tests.engine.conftest import OSCAR, Engines, Run, leaks
+from tests.engine.distance import assert_alike, distance
 from tests.engine.features import PAGE, ROOT, TABLE, page
 from tests.engine.models import (
     IMAGE_TOKEN,
@@ -28,6 +29,7 @@ from tests.engine.models import (
     write_lora,
     write_mixed,
     write_model,
+    write_quantized,
     write_shortened,
 )
 from tests.engine.test_fidelity import assert_greedy
@@ -35,6 +37,7 @@ from tests.engine.test_float_payload import FLOAT, PERIODIC, assert_same_tokens
 
 QWEN3 = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4)
 MIMO = Geometry("mimo", head_size=64, kv_heads=2, query_heads_per_kv_head=2)
+PACKED = Geometry("qwen2", head_size=64, kv_heads=2, query_heads_per_kv_head=2, sharpness=1.0, dtype="bfloat16")
 ONE_KV_HEAD = Geometry("qwen3", head_size=64, kv_heads=1, query_heads_per_kv_head=4)
 
 SOME = prompts([5, 130, 300, 513, 700, 911], seed=0)
@@ -186,6 +189,24 @@ def test_skipped_layers(engines: Engines, runs: tuple[Run, Run]) -> None:
     assert window_layers(run) == 1
     assert len({g["page_bytes"] for g in run["shapes"]["groups"]}) == 1
     assert not leaks(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_quantized_weights(engines: Engines, method: str) -> None:
+    """Four-bit weights, in bfloat16: pages of floats change less than codes do."""
+    model = write_quantized(PACKED, method, engines.directory / "models")
+    scored = {"name": "score", "kind": "generate", "prompts": prompts([700, 1100], seed=24), "max_tokens": 1}
+    scenarios = [scored | {"prompt_logprobs": 1}, MIXED]
+    codes = OSCAR | {"additional_config": {"oscar": {"rotation": "hadamard", "prefill": "invariant"}}}
+    stock, run, int2 = (
+        engines.run(model, cache | {"dtype": "bfloat16"}, scenarios) for cache in ({"block_size": 128}, FLOAT, codes)
+    )
+    effect = distance(int2, stock)
+    assert 0.01 < effect.rms < 1.5
+    assert_alike(distance(run, stock), effect)
+    assert not leaks(run)
+    assert not leaks(int2)
 
 
 @pytest.mark.slow
