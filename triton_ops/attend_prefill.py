@@ -232,8 +232,20 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _softmax(acc, m, total, s, amplitude, offset):
+def _capped(logit, SOFT_CAP: tl.constexpr):
+    """SOFT_CAP tanh(x / SOFT_CAP) for logits x, both in units of log2; -inf stays: it is a key that is not seen."""
+    ratio = logit * (1.4426950408889634 / SOFT_CAP)
+    capped = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.math.exp2(2.0 * ratio)))
+    return tl.where(logit == float("-inf"), logit, capped)
+
+
+@triton.jit
+def _softmax(acc, m, total, s, amplitude, offset, SOFT_CAP: tl.constexpr):
     """One online softmax step: probabilities of logits ``amplitude * s + offset``, and the state rescaled to them."""
+    if SOFT_CAP > 0:
+        s = _capped(s * amplitude[:, None] + offset[:, None], SOFT_CAP)
+        amplitude = tl.full(amplitude.shape, 1.0, tl.float32)
+        offset = tl.zeros_like(offset)
     new_m = tl.maximum(m, tl.max(s, 1) * amplitude + offset)
     p = tl.math.exp2(s * amplitude[:, None] + (offset - new_m)[:, None])
     alpha = tl.math.exp2(m - new_m)
@@ -276,6 +288,7 @@ def _history(
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     KEY_ZERO: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Add ``num_pages`` pages to the state; number i is page first_page + i, plus ``skip`` from ``skip_from`` on."""
     BLOCK_M: tl.constexpr = query_hat.shape[0]
@@ -310,7 +323,7 @@ def _history(
                 inside = (token >= sink) & (token < limit)
                 far = token[None, :] <= anchor[:, None] - recent
                 s = tl.where(inside[None, :] & (far | missing[None, :]), s, float("-inf"))
-            p, acc, m, total = _softmax(acc, m, total, s, amplitude, offset)
+            p, acc, m, total = _softmax(acc, m, total, s, amplitude, offset, SOFT_CAP)
             scale = _metadata(page_bytes + VALUE_SCALE, half, BLOCK_N)
             zero = _metadata(page_bytes + VALUE_ZERO, half, BLOCK_N)
             value = _value_tile(value_bytes, half, HEAD_SIZE, BLOCK_N, ASM) * scale[None, :] + zero[None, :]
@@ -382,6 +395,7 @@ def _windows(
     BLOCK_W: tl.constexpr,
     INVARIANT: tl.constexpr,
     ASM: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Add the BF16 tokens begin <= t < end to the state."""
     dims = tl.arange(0, HEAD_SIZE)
@@ -398,7 +412,7 @@ def _windows(
         if INVARIANT:  # a token of the step is read here only when the caller's sliding window no longer holds it
             near = near & (far | (token < first_position)[None, :])
         s = tl.where(here[None, :] & near, s, float("-inf"))
-        p, acc, m, total = _softmax(acc, m, total, s, amplitude, tl.zeros_like(m))
+        p, acc, m, total = _softmax(acc, m, total, s, amplitude, tl.zeros_like(m), SOFT_CAP)
         # Two bfloat16 halves of a probability: these few tokens carry much of the mass, a second product costs little.
         high = p.to(v.dtype)
         acc = _dot(high, v, acc, ASM)
@@ -456,6 +470,7 @@ def _attend_kernel(
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     KEY_ZERO: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     # Axis 0: tiles of tokens of all requests. Axis 1: KV heads. Neighbouring programs read the same pages.
     TILE: tl.constexpr = BLOCK_M // GROUPS
@@ -516,14 +531,14 @@ def _attend_kernel(
             acc, m, total, q, valid[:, None], hat, amplitude, offset, pages, page_row, page_stride_block, window_row,
             anchor, first_position, first_whole, 0, 0, whole - first_whole, sink, recent, limit, scale_log2,
             HEAD_SIZE, ZERO_PAGE, False, WINDOW_BLOCK, BLOCK_N, STAGES, ASM,
-            VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO,
+            VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO, SOFT_CAP,
         )  # fmt: skip
         acc, m, total = _history(
             acc, m, total, q, valid[:, None], hat, amplitude, offset, pages, page_row, page_stride_block, window_row,
             anchor, first_position, first_whole - before, before, whole - first_whole, before + after,
             sink, recent, limit, scale_log2,
             HEAD_SIZE, ZERO_PAGE, True, WINDOW_BLOCK, BLOCK_N, 1, ASM,
-            VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO,
+            VALUE_CODES, KEY_SCALE, VALUE_SCALE, VALUE_ZERO, KEY_ZERO, SOFT_CAP,
         )  # fmt: skip
 
         # Normalised for the rotation, so that it has the size of a value whatever the history's length.
@@ -539,12 +554,12 @@ def _attend_kernel(
         acc, m, total = _windows(
             acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, anchor,
             first_position, 0, tl.minimum(sink, limit), sink, recent,
-            HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM,
+            HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM, SOFT_CAP,
         )  # fmt: skip
         acc, m, total = _windows(
             acc, m, total, q, unit, windows, window_row, window_stride_block, window_stride_token, anchor,
             first_position, tl.maximum(sink, lowest - recent + 1), first_position, sink, recent,
-            HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM,
+            HEAD_SIZE, WINDOW_BLOCK, BLOCK_W, INVARIANT, ASM, SOFT_CAP,
         )  # fmt: skip
 
         seen = total > 0
@@ -598,6 +613,7 @@ def attend_prefill(
     num_tokens: int,
     num_requests: int,
     prefill: Literal["exact", "invariant"] = "exact",
+    soft_cap: float = 0.0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: tuple[Tensor, Tensor] | None = None,
@@ -625,6 +641,7 @@ def attend_prefill(
         num_tokens: T, or an upper bound; rows of no request are left untouched.
         num_requests: R.
         prefill: the rule for tokens of the same step (module docstring).
+        soft_cap: c > 0 turns every scaled logit x into c tanh(x / c) (Gemma 2); 0 leaves logits as they are.
         out: [T, H * G, d] float32, float16 or bfloat16 to write to; by default a new float32 tensor.
         lse: [H * G, T] float32 to write to; by default a new tensor.
         workspace: float16 and float32 tensors of `workspace_shapes`; by default new ones.
@@ -655,6 +672,8 @@ def attend_prefill(
         raise ValueError("the last axis of query, windows and pages must be contiguous")
     if not 0 <= sink <= 128 or recent < 128:
         raise ValueError(f"sink={sink} must be at most 128 and recent={recent} at least 128")
+    if soft_cap < 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive, or 0 for none")
     groups = q_heads // heads
     if out is None:
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
@@ -746,6 +765,7 @@ def attend_prefill(
         VALUE_SCALE=layout.value_scale,
         VALUE_ZERO=layout.value_zero,
         KEY_ZERO=layout.key_zero,
+        SOFT_CAP=soft_cap * LOG2E,
         num_warps=warps,
         num_stages=num_stages,
         **options,

@@ -402,6 +402,7 @@ def attend(
     recent: int,
     prefill: Prefill = "exact",
     max_decode_len: int = 1,
+    soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention over sink, history and recent; `append` and `demote` come first.
 
@@ -430,6 +431,7 @@ def attend(
         recent: tokens kept in BF16 at the end, the query's own included; at least 128.
         prefill: the rule for tokens of the same step.
         max_decode_len: most tokens of a decode.
+        soft_cap: c > 0 turns every scaled logit x into c tanh(x / c), as Gemma 2 does; 0 leaves logits as they are.
 
     Returns:
         (output [T, H * G, d] float32, lse [T, H * G] float32 natural log).
@@ -466,6 +468,7 @@ def attend(
                 recent=recent,
                 prefill=prefill,
                 decode=end - begin <= max_decode_len,
+                soft_cap=soft_cap,
             )
     return output, lse
 
@@ -487,6 +490,7 @@ def _attend_request(
     recent: int,
     prefill: Prefill,
     decode: bool,
+    soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
     """`attend` for some consecutive queries of one request.
 
@@ -529,7 +533,10 @@ def _attend_request(
     logits_history = (slots @ history.key_rows[:, : t_history.shape[0]].transpose(1, 2) + from_mean) * scale
 
     use = torch.cat([use_exact, use_history], 1).repeat_interleave(groups, 0)
-    weight = torch.cat([logits_exact, logits_history], 2).masked_fill_(~use, -torch.inf)
+    weight = torch.cat([logits_exact, logits_history], 2)
+    if soft_cap:
+        weight.div_(soft_cap).tanh_().mul_(soft_cap)
+    weight.masked_fill_(~use, -torch.inf)
     largest = weight.amax(2, keepdim=True)
     weight.sub_(largest).exp_()
     total = weight.sum(2, keepdim=True)
