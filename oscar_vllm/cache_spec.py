@@ -3,24 +3,40 @@
 
 *History* is the layer's own cache: INT2 pages of 128 tokens for every token, an ordinary full-attention spec whose
 page :func:`history_layout` sizes. *Windows* belong to an auxiliary object, :class:`WindowCache`: blocks of at most 16
-tokens in the model's dtype for the sink and the recent tokens only, described by :class:`SinkWindowSpec`. Both pages
+tokens in the model's dtype for the sink and the recent tokens only, described by :class:`SinkWindowSpec`. Both blocks
 have the same number of bytes, so both groups draw from one block pool.
 
     block size       history 128 tokens             windows 16 tokens (bfloat16, head size 128)
     bytes, 8 heads   8 x 9216 = 73,728              16 x 8 x 512 = 65,536, padded to 73,728
+
+In a hybrid model the blocks of the pool also hold recurrent states (Mamba, linear attention), one state per block.
+Where a state is larger than a page, a block holds as many pages as cover it, and as many times 16 window tokens.
+Kernels see single pages all the same: vLLM splits such blocks in its block tables.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.math_utils import cdiv
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.math_utils import cdiv, round_up
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, KVQuantMode, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
+from oscar_vllm.compat import state_block_alignment
 from oscar_vllm.config import DTYPE, OscarConfig
+from oscar_vllm.errors import OscarUnsupportedError
 from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, PageLayout, page_head_size
 
 __all__ = [
@@ -30,6 +46,7 @@ __all__ = [
     "WindowCache",
     "fit_to_shared_page",
     "history_layout",
+    "pages_per_block",
     "shared_page_bytes",
     "window_block_size",
 ]
@@ -177,6 +194,11 @@ class WindowCache(AttentionLayerBase):
         """Bytes of one history page of the parent layer, all KV heads of this rank together."""
         return self.num_kv_heads * self.layout.page_bytes
 
+    @property
+    def window_tokens(self) -> int:
+        """Window tokens that fit in the bytes of one history page."""
+        return window_block_size(self.head_size, self.dtype, self.layout.page_bytes)
+
     def get_attn_backend(self) -> Any:
         return self.attn_backend
 
@@ -193,7 +215,7 @@ class WindowCache(AttentionLayerBase):
         # EAGLE-like drafters give up the last page of every hit, so its tail lies one page further back.
         drops_page = speculative is not None and speculative.use_eagle()
         return SinkWindowSpec(
-            block_size=window_block_size(self.head_size, self.dtype, self.layout.page_bytes),
+            block_size=pages_per_block(vllm_config) * self.window_tokens,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=torch.uint8,
@@ -212,37 +234,72 @@ class WindowCache(AttentionLayerBase):
 
 
 def shared_page_bytes(vllm_config: "VllmConfig") -> int:
-    """Bytes every page of the pool has: those of the largest history page.
+    """Bytes every block of the pool has: those of the largest history page, or of several in a hybrid model.
 
     Layers that keep another dtype take blocks small enough to fit; only if their smallest block does not fit does the
-    shared page grow to it.
+    shared block grow to it.
     """
-    pages = []
-    for layer in vllm_config.compilation_config.static_forward_context.values():
-        if isinstance(layer, WindowCache):
-            pages.append(layer.history_page_bytes)
-        elif _keeps_other_dtype(layer):
-            pages.append(_smallest_block(layer) * _token_bytes(layer))
-    return max(pages)
+    pages, history = pages_per_block(vllm_config), _largest_history_page(vllm_config)
+    return pages * history if pages > 1 else max([history, *_other_blocks(vllm_config)])
+
+
+def pages_per_block(vllm_config: "VllmConfig") -> int:
+    """History pages of one block: 1, or in a hybrid model as many as cover its largest recurrent state."""
+    states = _state_bytes(vllm_config)
+    if not states:
+        return 1
+    pages = cdiv(max(states + _other_blocks(vllm_config)), _largest_history_page(vllm_config))
+    alignment = state_block_alignment(vllm_config)
+    return round_up(pages, alignment // math.gcd(alignment, PAGE_TOKENS))
+
+
+def _layers(vllm_config: "VllmConfig") -> Iterable[Any]:
+    return vllm_config.compilation_config.static_forward_context.values()
+
+
+def _largest_history_page(vllm_config: "VllmConfig") -> int:
+    return max(layer.history_page_bytes for layer in _layers(vllm_config) if isinstance(layer, WindowCache))
+
+
+def _other_blocks(vllm_config: "VllmConfig") -> list[int]:
+    """Bytes of the smallest block of every key-value layer that keeps another dtype."""
+    return [_smallest_block(layer) * _token_bytes(layer) for layer in _layers(vllm_config) if _keeps_other_dtype(layer)]
+
+
+def _state_bytes(vllm_config: "VllmConfig") -> list[int]:
+    """Bytes of every recurrent state, one per layer."""
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in _layers(vllm_config) if isinstance(layer, MambaBase)]
+    return [replace(spec, page_size_padded=None).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
 
 
 def fit_to_shared_page(layer: Any, spec: KVCacheSpec, vllm_config: "VllmConfig") -> KVCacheSpec:
-    """The spec of a layer in a model that has OSCAR layers, with its page made equal to the shared page.
+    """The spec of a layer in a model that has OSCAR layers, with its block made as large as the shared block.
 
-    An OSCAR layer keeps its block of 128 tokens and is padded where another layer has a larger page. A layer of
-    another dtype takes the largest block that fits.
+    An OSCAR layer keeps its pages of 128 tokens, several to a block in a hybrid model, and is padded where another
+    layer has a larger page. A layer of another dtype takes the largest block that fits.
+
+    Raises:
+        OscarUnsupportedError: a hybrid model whose history pages differ in size: a padded block cannot hold several.
+
     """
     context = vllm_config.compilation_config.static_forward_context
     if not any(isinstance(other, WindowCache) for other in context.values()):
         return spec
-    shared = shared_page_bytes(vllm_config)
+    shared, pages = shared_page_bytes(vllm_config), pages_per_block(vllm_config)
     if layer.kv_cache_dtype == DTYPE:
-        window = context[layer.layer_name + WINDOW_SUFFIX]
-        return spec if window.history_page_bytes == shared else replace(spec, page_size_padded=shared)
+        page = context[layer.layer_name + WINDOW_SUFFIX].history_page_bytes
+        if pages * page == shared:
+            return replace(spec, block_size=pages * PAGE_TOKENS)
+        if pages > 1:
+            raise OscarUnsupportedError(
+                f"layer {layer.layer_name} has another page size ({page} bytes) than the largest of this hybrid model "
+                f"({shared // pages}); leave it unquantized with --kv-cache-dtype-skip-layers"
+            )
+        return replace(spec, page_size_padded=shared)
     if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         return spec
     token_bytes, block = _token_bytes(layer), _smallest_block(layer)
-    while block < PAGE_TOKENS and _supports_block(layer, 2 * block) and 2 * block * token_bytes <= shared:
+    while block < pages * PAGE_TOKENS and _supports_block(layer, 2 * block) and 2 * block * token_bytes <= shared:
         block *= 2
     return replace(spec, block_size=block, page_size_padded=shared)
 

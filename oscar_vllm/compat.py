@@ -291,19 +291,21 @@ def equal_pages() -> None:
 
 
 def fix_block_size() -> None:
-    """Set the block size to one page, 128 tokens, and the page of skip layers to ours.
+    """Set the block size to one page, 128 tokens (several in a hybrid model), and the page of other layers to ours.
 
-    Symptom: a window block is not a whole page, or (Gemma) every page is padded from 10,240 to 131,072 bytes.
+    Symptom: a window block is not a whole page, or (Gemma) every page is padded from 10,240 to 131,072 bytes; in a
+    hybrid model a block of pages and one of states differ in size.
     Cause: with skip layers ``_align_heterogeneous_kv_block_size`` raises the block until the quantized page covers an
-    unquantized one of the model's head size, which our unequal blocks do not need (vllm/platforms/interface.py); and
-    with windows in the model, the size that all backends share is not the page's.
+    unquantized one of the model's head size, which our unequal blocks do not need (vllm/platforms/interface.py); with
+    windows in the model, the size that all backends share is not the page's; and ``_align_hybrid_block_size`` knows no
+    window blocks.
     Remove: with :func:`equal_pages`.
     """
     from vllm.platforms import current_platform
 
     def make(original: Callable) -> Callable:
         def update_block_size_for_backend(cls: Any, vllm_config: "VllmConfig") -> None:
-            from oscar_vllm.cache_spec import WindowCache, shared_page_bytes
+            from oscar_vllm.cache_spec import WindowCache, pages_per_block, shared_page_bytes
             from triton_ops.layout import PAGE_TOKENS
 
             cache_config = vllm_config.cache_config
@@ -311,13 +313,145 @@ def fix_block_size() -> None:
             if cache_config.cache_dtype != DTYPE or not any(isinstance(layer, WindowCache) for layer in layers):
                 original(vllm_config)
                 return
-            cache_config.block_size = PAGE_TOKENS
+            cache_config.block_size = PAGE_TOKENS * pages_per_block(vllm_config)
+            if vllm_config.model_config.is_hybrid:
+                cache_config.mamba_page_size_padded = shared_page_bytes(vllm_config)
+                if cache_config.mamba_cache_mode == "align":
+                    cache_config.mamba_block_size = cache_config.block_size
             if cache_config.kv_cache_dtype_skip_layers:
                 cache_config.skip_page_size_padded = shared_page_bytes(vllm_config)
 
         return update_block_size_for_backend
 
     _patch(type(current_platform), "update_block_size_for_backend", make, as_classmethod=True)
+
+
+def state_block_alignment(vllm_config: "VllmConfig") -> int:
+    """Tokens that a block must be a multiple of where recurrent states are cached.
+
+    0.33's linear attention exports states from within a prefill at ends of its chunks, and blocks are to hold whole
+    chunks (``_align_hybrid_block_size``); 0.32 asks for nothing.
+    """
+    if vllm_config.cache_config.mamba_cache_mode != "align" or vllm_version() < (0, 33):
+        return 1
+    from vllm.model_executor.layers.mamba.abstract import get_mamba_prefill_checkpoint_alignment
+
+    return get_mamba_prefill_checkpoint_alignment(vllm_config) or 1
+
+
+def hit_whole_blocks() -> None:
+    """Keep prefix hits of hybrid models from ending within a block.
+
+    Symptom: such a request continues from pages that were never copied to it (seen in 0.32, with vLLM's own cache
+    dtypes and ``--prefix-match-unit`` as well).
+    Cause: hashes are taken in units of the smallest block, the windows', and where recurrent states are cached, hits
+    may end at any unit. The last block is then copied by ``copy_kv_cache_blocks_inplace``, which copies once per
+    address: of layers that overlay each other only the first one's bytes. A unit need not be whole pages either.
+    Remove: when it copies whole blocks and the unit can be asked for.
+    """
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+
+    def make(original: Callable) -> Callable:
+        def __init__(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+            from oscar_vllm.cache_spec import SinkWindowSpec
+
+            if any(isinstance(group.kv_cache_spec, SinkWindowSpec) for group in kv_cache_config.kv_cache_groups):
+                kwargs["allow_partial_hash_hits"] = False
+            original(self, kv_cache_config, *args, **kwargs)
+
+        return __init__
+
+    _patch(HybridKVCacheCoordinator, "__init__", make)
+
+
+def split_prefills_at_state_blocks() -> None:
+    """Let the scheduler end prefill chunks where a block of recurrent states ends, not where a window block does.
+
+    Symptom: in a hybrid model with prefix caching a chunk runs past the end of a state block, whose hash then stands
+    for a state of fewer tokens; requests that hit it continue from a wrong state.
+    Cause: ``Scheduler._mamba_block_aligned_split`` takes ``cache_config.block_size`` for the states' block, and
+    ``EngineCore._initialize_kv_caches`` sets that to the smallest block of all groups, which is the windows'.
+    Remove: when the scheduler asks the states' own spec.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def make(original: Callable) -> Callable:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if self.need_mamba_block_aligned_split and self.cache_config.cache_dtype == DTYPE:
+                from vllm.v1.kv_cache_interface import MambaSpec
+
+                specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+                (self.cache_config.block_size,) = {spec.block_size for spec in specs if isinstance(spec, MambaSpec)}
+
+        return __init__
+
+    _patch(Scheduler, "__init__", make)
+
+
+def zero_no_pages_on_cpu() -> None:
+    """Keep the CPU runner from zeroing our pages when their block is handed out.
+
+    Symptom: in a hybrid model on a CPU, pages of running requests turn to zeros.
+    Cause: such models zero new blocks, and ``CPUModelRunner._zero_block_ids`` indexes a layer's cache with block
+    numbers although the cache is in kernel blocks, several to a block. Our pages need no zeros: they are read only
+    after they were written. On a GPU ``KVBlockZeroer`` knows of kernel blocks.
+    Remove: when the CPU runner does, too.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from dataclasses import replace
+
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def make(original: Callable) -> Callable:
+        def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+            config, layers = self.kv_cache_config, self.compilation_config.static_forward_context
+            others = [
+                group
+                for group in config.kv_cache_groups
+                if getattr(layers[group.layer_names[0]], "kv_cache_dtype", None) != DTYPE
+            ]
+            self.kv_cache_config = replace(config, kv_cache_groups=others)
+            try:
+                original(self, block_ids)
+            finally:
+                self.kv_cache_config = config
+
+        return _zero_block_ids
+
+    _patch(CPUModelRunner, "_zero_block_ids", make)
+
+
+def end_prefills_at_states_on_cpu() -> None:
+    """Let a CPU engine compute Mamba2 states at ends of prefill chunks only, as other kinds of states are.
+
+    Symptom: with prefix caching, "IndexError: index 3 is out of bounds" in ``conv_ssm_forward``, or hits that continue
+    from a wrong state; with vLLM's own cache dtypes as well (seen in 0.32).
+    Cause: ``MambaMixer2.get_kv_cache_spec`` says that states can be taken from within a prefill, but the CPU kernel
+    (``_mamba_chunk_scan_combined_fwd_cpu``) returns final states only and they are indexed like those of chunks.
+    Remove: when either is right.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from dataclasses import replace
+
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    def make(original: Callable) -> Callable:
+        def get_kv_cache_spec(self: Any, vllm_config: "VllmConfig") -> Any:
+            spec = original(self, vllm_config)
+            if spec is None or vllm_config.cache_config.cache_dtype != DTYPE:
+                return spec
+            return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+        return get_kv_cache_spec
+
+    _patch(MambaMixer2, "get_kv_cache_spec", make)
 
 
 def check_engine_config(prepare: Callable[["VllmConfig"], None]) -> None:

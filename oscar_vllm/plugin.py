@@ -42,6 +42,10 @@ def register() -> None:
     compat.attach_window_caches()
     compat.equal_pages()
     compat.fix_block_size()
+    compat.hit_whole_blocks()
+    compat.split_prefills_at_state_blocks()
+    compat.zero_no_pages_on_cpu()
+    compat.end_prefills_at_states_on_cpu()
     compat.check_engine_config(prepare)
 
 
@@ -253,13 +257,23 @@ def _has_sliding_window_layers(vllm_config: "VllmConfig") -> bool:
 def _quantized_layers(vllm_config: "VllmConfig") -> list[bool]:
     """For every layer of the model, whether it will use our dtype."""
     skip = set(vllm_config.cache_config.kv_cache_dtype_skip_layers)
-    kinds = _layer_kinds(vllm_config)
-    return [str(index) not in skip and "sliding" not in kind for index, kind in enumerate(kinds)]
+    return [str(index) not in skip and kind == "full" for index, kind in enumerate(_layer_kinds(vllm_config))]
 
 
 def _layer_kinds(vllm_config: "VllmConfig") -> list[str]:
+    """Per layer "full", "sliding" or "" (no attention, as in hybrid models), from what the model's family states."""
     text = vllm_config.model_config.hf_text_config
-    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None:  # MiniMax: 1 is full attention, 0 linear
+        codes = getattr(text, "attn_type_list", None) or [1] * text.num_hidden_layers
+        kinds = ["attention" if code == 1 else "linear" for code in codes]
+
+    def kind_of(name: str) -> str:
+        if "sliding" in name:
+            return "sliding"
+        return "full" if name == "hybrid" or ("attention" in name and "linear" not in name) else ""
+
+    return [kind_of(name) for name in kinds]
 
 
 def engine_config(model: str, additional_config: dict[str, Any]) -> "VllmConfig":
@@ -291,12 +305,14 @@ def layer_backends(vllm_config: "VllmConfig") -> dict[str, list[int]]:
         for index, (kind, ours) in enumerate(
             zip(_layer_kinds(vllm_config), _quantized_layers(vllm_config), strict=True)
         ):
+            if not kind:
+                continue
             backend = get_attn_backend(
                 model.get_head_size(),
                 model.dtype,
                 DTYPE if ours else "auto",
                 num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
-                has_sliding_window="sliding" in kind,
+                has_sliding_window=kind == "sliding",
             )
             found.setdefault(backend.get_name(), []).append(index)
     return found

@@ -316,6 +316,38 @@ def write_mixed(family: str, directory: Path, sharpness: float = 3.0) -> Path:
     return path
 
 
+def write_hybrid(directory: Path) -> Path:
+    """A random Granite 4 in float32: Mamba2 and attention layers in turn; a state is as large as 271 tokens' keys."""
+    import transformers
+
+    path = directory / "hybrid"
+    settings = transformers.GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        attention_multiplier=0.125,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(settings).float()
+    randomize(model)
+    model.save_pretrained(path)
+    return path
+
+
 def write_blip2(directory: Path) -> Path:
     """A random BLIP-2: images of 28 x 28 pixels become 8 tokens in front of a decoder of 3 heads of size 64."""
     import transformers

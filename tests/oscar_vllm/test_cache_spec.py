@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -21,10 +23,12 @@ from oscar_vllm.cache_spec import (
     WindowCache,
     fit_to_shared_page,
     history_layout,
+    pages_per_block,
     shared_page_bytes,
     window_block_size,
 )
 from oscar_vllm.config import OscarConfig
+from oscar_vllm.errors import OscarUnsupportedError
 from triton_ops.layout import PageLayout
 
 BF16 = torch.bfloat16
@@ -241,6 +245,89 @@ def test_layers_without_a_cache_of_their_own_do_not_count():
 def test_models_without_our_layers_are_left_alone():
     layer = Layer("0")
     assert fit_to_shared_page(layer, full(layer), model(layer)) == full(layer)
+
+
+# ---- recurrent states beside ours -----------------------------------------------------------------------------------
+
+
+class States(MambaBase):
+    """A layer with one recurrent state of so many bytes."""
+
+    mamba_type = MambaAttentionBackendEnum.MAMBA2
+
+    def __init__(self, name, state_bytes):
+        self.layer_name, self.state_bytes = name, state_bytes
+
+    def get_state_shape(self):
+        return ((self.state_bytes // 4,),)
+
+    def get_state_dtype(self):
+        return (torch.float32,)
+
+
+def hybrid(state_bytes, attention=1, states=3, mode="none", max_model_len=32768):
+    """So many attention layers, and so many state layers for each; attention as in Qwen3-Next (d=256, 2 heads)."""
+    config, engine = model(*[Layer(f"{i}", DTYPE, heads=2, head_size=256) for i in range(attention)]), vllm_config()
+    context = config.compilation_config.static_forward_context
+    context |= {f"s{i}": States(f"s{i}", state_bytes) for i in range(attention * states)}
+    engine.compilation_config, engine.model_config.max_model_len = config.compilation_config, max_model_len
+    vars(engine.cache_config).update(
+        mamba_block_size=max_model_len, mamba_page_size_padded=None, mamba_cache_mode=mode, use_replayssm=False
+    )
+    lengths = {"num_speculative_tokens": 0, "num_lookahead_tokens": 0, "max_concurrent_batches": 1}
+    vars(engine).update(lengths | {"max_in_flight_tokens": 8192})
+    return engine
+
+
+PAGE = 2 * 17664
+
+
+@pytest.mark.parametrize(("state_bytes", "pages"), [(1000, 1), (PAGE, 1), (PAGE + 4, 2), (2146304, 61)])
+def test_a_block_holds_as_many_pages_as_cover_a_state(state_bytes, pages):
+    config = hybrid(state_bytes)
+    assert pages_per_block(config) == pages
+    assert shared_page_bytes(config) == pages * PAGE
+    window = config.compilation_config.static_forward_context["0.oscar_window"].get_kv_cache_spec(config)
+    assert (window.block_size, window.page_size_bytes) == (16 * pages, pages * PAGE)
+    ours = Layer("0", DTYPE, heads=2, head_size=256)
+    fitted = fit_to_shared_page(ours, full(ours), config)
+    assert (fitted.block_size, fitted.page_size_padded) == (128 * pages, None)
+
+
+def test_a_skip_layer_in_a_hybrid_model_takes_blocks_that_fill_the_shared_one():
+    config, skipped = hybrid(2146304), Layer("1", heads=2, head_size=256)
+    config.compilation_config.static_forward_context["1"] = skipped
+    fitted = fit_to_shared_page(skipped, full(skipped), config)
+    assert (fitted.block_size, fitted.page_size_bytes) == (1024, 61 * PAGE)
+
+
+def test_pages_of_unequal_size_are_refused_where_a_block_holds_several():
+    config, small = hybrid(2 * PAGE), Layer("1", DTYPE, heads=1, head_size=256)
+    window = WindowCache(small, OscarConfig().resolved(), BF16)
+    config.compilation_config.static_forward_context |= {window.layer_name: window, "1": small}
+    with pytest.raises(OscarUnsupportedError, match="layer 1 has another page size"):
+        fit_to_shared_page(small, full(small), config)
+
+
+def test_the_capacity_of_a_hybrid_model_counts_states_and_windows():
+    """Qwen3-Next: 12 attention layers, 36 states of 2.1 MB; a request of 32k holds 3 + 3 + 5 blocks per layer."""
+    config = hybrid(2146304, attention=12)
+    layers = config.compilation_config.static_forward_context
+    config.cache_config.mamba_page_size_padded = shared_page_bytes(config)
+    specs = {
+        name: fit_to_shared_page(layer, replace(full(layer), state_content_bytes=138), config)
+        if isinstance(layer, Layer)
+        else layer.get_kv_cache_spec(config)
+        for name, layer in layers.items()
+    }
+    groups = get_kv_cache_groups(config, specs)
+    assert {(len(group.layer_names), group.kv_cache_spec.page_size_bytes) for group in groups} == {(12, 61 * PAGE)}
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    assert sorted(kinds) == ["FullAttentionSpec", "MambaSpec", "MambaSpec", "MambaSpec", "SinkWindowSpec"]
+    window = next(group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, SinkWindowSpec))
+    per_request = 3 + window.max_blocks_per_request + 5
+    capacity = get_kv_cache_capacity(config, KVCacheConfig(1000 * per_request, [], groups))[0]
+    assert capacity == 1000 * 32768
 
 
 def test_the_window_takes_its_spec_from_the_engine_configuration():

@@ -196,7 +196,7 @@ def layer(name="model.layers.0.self_attn.attn", **changes):
 def engine(*layers):
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={item.layer_name: item for item in layers}),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, is_hybrid=False),
         cache_config=SimpleNamespace(
             cache_dtype="oscar_int2", block_size=16, kv_cache_dtype_skip_layers=[], skip_page_size_padded=None
         ),
@@ -248,6 +248,87 @@ def test_the_block_size_is_one_page():
     config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
     current_platform.update_block_size_for_backend(config)
     assert config.cache_config.skip_page_size_padded == 2 * 9216
+
+
+# ---- hybrid models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "state_block"), [("none", 4096), ("align", 3 * 128)])
+def test_a_block_of_a_hybrid_model_holds_a_state(monkeypatch, mode, state_block):
+    ours = layer()
+    config = engine(ours)
+    compat._attach_window_cache(ours, config)
+    config.model_config.is_hybrid = True
+    vars(config.cache_config).update(mamba_cache_mode=mode, mamba_block_size=4096, mamba_page_size_padded=None)
+    monkeypatch.setattr("oscar_vllm.cache_spec._state_bytes", lambda _: [5 * 9216])
+    monkeypatch.setattr(compat, "state_block_alignment", lambda _: 1)
+    current_platform.update_block_size_for_backend(config)
+    assert config.cache_config.block_size == 3 * 128
+    assert config.cache_config.mamba_page_size_padded == 3 * 2 * 9216
+    assert config.cache_config.mamba_block_size == state_block
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("oscar_int2", 384), ("auto", 48)])
+def test_prefills_are_split_where_states_end(monkeypatch, dtype, expected):
+    import vllm.v1.core.sched.scheduler as scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+
+    class Scheduler:
+        need_mamba_block_aligned_split = True
+
+        def __init__(self, cache_config, kv_cache_config):
+            self.cache_config, self.kv_cache_config = cache_config, kv_cache_config
+
+    monkeypatch.setattr(scheduler, "Scheduler", Scheduler)
+    compat.split_prefills_at_state_blocks()
+    specs = [
+        FullAttentionSpec(block_size=48, num_kv_heads=1, head_size=8, dtype=torch.uint8),
+        MambaSpec(block_size=384, shapes=((1,),), dtypes=(torch.float32,)),
+    ]
+    groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]
+    made = Scheduler(SimpleNamespace(cache_dtype=dtype, block_size=48), SimpleNamespace(kv_cache_groups=groups))
+    assert made.cache_config.block_size == expected
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_hits_end_with_blocks_where_there_are_windows(monkeypatch, ours):
+    import vllm.v1.core.kv_cache_coordinator as coordinator
+
+    from oscar_vllm.cache_spec import SinkWindowSpec
+
+    class HybridKVCacheCoordinator:
+        def __init__(self, kv_cache_config, allow_partial_hash_hits=True):
+            self.allowed = allow_partial_hash_hits
+
+    monkeypatch.setattr(coordinator, "HybridKVCacheCoordinator", HybridKVCacheCoordinator)
+    compat.hit_whole_blocks()
+    spec = SinkWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8, sink=64, recent=256)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec if ours else object())])
+    assert HybridKVCacheCoordinator(config).allowed is not ours
+
+
+def test_the_cpu_runner_zeroes_blocks_of_other_layers_only(monkeypatch):
+    import vllm.v1.worker.cpu_model_runner as runner
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    zeroed = []
+
+    class CPUModelRunner:
+        def __init__(self, config, layers):
+            self.kv_cache_config = config
+            self.compilation_config = SimpleNamespace(static_forward_context=layers)
+
+        def _zero_block_ids(self, block_ids):
+            zeroed.append(([group.layer_names for group in self.kv_cache_config.kv_cache_groups], block_ids))
+
+    monkeypatch.setattr(runner, "CPUModelRunner", CPUModelRunner)
+    compat.zero_no_pages_on_cpu()
+    names = {"ours": "oscar_int2", "skipped": "auto"}
+    config = KVCacheConfig(8, [], [SimpleNamespace(layer_names=[name]) for name in names])
+    made = CPUModelRunner(config, {name: SimpleNamespace(kv_cache_dtype=dtype) for name, dtype in names.items()})
+    made._zero_block_ids([3, 4])
+    assert zeroed == [([["skipped"]], [3, 4])]
+    assert made.kv_cache_config is config
 
 
 # ---- configuration checks -------------------------------------------------------------------------------------------

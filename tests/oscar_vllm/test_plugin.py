@@ -193,6 +193,23 @@ def test_kinds_of_models_that_are_refused(case):
     assert problem.endswith("use --kv-cache-dtype auto")
 
 
+@pytest.mark.parametrize(
+    ("stated", "kinds"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, ["", "full"]),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, ["sliding", "full"]),
+        ({"layer_types": ["mamba", "attention"]}, ["", "full"]),
+        ({"layers_block_type": ["mamba", "moe", "attention", "hybrid"]}, ["", "", "full", "full"]),
+        ({"attn_type_list": [0, 1]}, ["", "full"]),
+        ({"num_hidden_layers": 2}, ["full", "full"]),
+    ],
+    ids=["linear", "sliding", "mamba", "blocks", "codes", "plain"],
+)
+def test_kinds_of_layers(stated, kinds):
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**stated)))
+    assert plugin._layer_kinds(config) == kinds
+
+
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_block_sizes_other_than_a_page_are_refused(config, block_size):
     config.cache_config.user_specified_block_size = True
