@@ -1065,7 +1065,7 @@ class Soak:
                 record.violation("drift", f"{name} over the run is {drift[name]:.4f} nats, at most {bound:.4f}")
         if not self.can_reset:
             record.notes.append("no /reset_prefix_cache (VLLM_SERVER_DEV_MODE=1): leaks are judged by usage alone")
-        if not self.covers:
+        if not (self.covers and record.finished):
             return
         for name in self.activities():
             if not record.traffic[name] and (name != "conversation" or self.conversations):
