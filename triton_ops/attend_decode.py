@@ -5,16 +5,24 @@
 work list (schedule.py) for one KV head and writes partial results. The second merges a row's partials, un-rotates the
 history part and adds the windows' part.
 
-**A page** (128 tokens; layout.py). Codes are the A operand of an INT8 MMA and come from memory as its fragments;
-the query's (high, low) halves, two columns per row, are the B operand (prepare.py). With raw sums x = sum f n c::
+**A page** (128 tokens; layout.py). Key codes are the A operand of an INT8 MMA and come from memory as its fragments;
+the query's (high, low) halves are the B operand (prepare.py): two columns per row or, from 8 rows, one column and two
+MMAs into the same sums. With raw sums x = sum f n c::
 
     logit   S_t = u * (x_t - 1.5 sum f n) * s_t + q . mu                  zero="page", the offset starts the sum
             S_t = u * (x_t * s_t + z_t * sum f n) + q . key_mean          zero="token"
     weight  p_t = 2 ** (S_t - page maximum)
     output  O  += sum_t (p_t * scale_t) c_t + sum_t p_t * zero_t
 
-p_t * scale_t is quantized to 15 bits against the page's largest value scale, so it cannot overflow whatever the scales
-are, and enters the second INT8 MMA as (high, low) columns too. Integers are exact; sums stay below 2**24.
+Up to 4 rows, whose halves fill an MMA's 8 columns, p_t * scale_t is quantized to 15 bits against the page's largest
+value scale, so it cannot overflow whatever the scales are, and enters the second INT8 MMA as (high, low) columns too.
+Integers are exact; sums stay below 2**24.
+
+From 8 rows the second MMA multiplies float16 and adds to the float32 output itself, one column per row. A code masked
+in place, plane j of a byte of a 16-bit word, is the float16 subnormal c 4**j 2**-24: tensor cores take it exactly,
+nothing is converted, and 4**-j goes into the weight. Logits and value scales are taken relative to references that are
+raised only when a page exceeds them, the logits by more than 8, the scales to twice the page's largest. So most pages
+need no maximum across lanes and no rescaling; and a weight, 2**7 4**-j at the references, stays below 2**15.
 
 Which tokens a query reads as BF16 and which from pages is the rule of `reference.attend` with ``prefill="exact"``,
 token by token, but only pages at the edges of history pay for a mask.
@@ -48,6 +56,20 @@ from triton_ops.schedule import (
 MERGE_WARPS = 8
 """Warps of a merge program."""
 _MAX_WEIGHT = 32512.0  # 127 * 256, the largest quantized p * scale
+
+
+def prefetches_pages(rows: int, capability: tuple[int, int]) -> bool:
+    """Whether programs bring the page after the one they read to the L2 cache, by default.
+
+    A program has one page in shared memory and asks for the next one when it has read it. With 4 rows sixteen programs
+    per multiprocessor hide that wait, with more rows there are eight or twelve.
+
+    Args:
+        rows: rows of a program.
+        capability: compute capability.
+
+    """
+    return rows >= 8 and capability >= (9, 0)
 
 
 # Triton joins tuples with + only. Its interpreter knows no inline assembly and multiplies the bit patterns of bfloat16:
@@ -88,6 +110,73 @@ def _unpack(codes, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def _unpack_float16(codes, COMPILED: tl.constexpr):
+    """Planes 0..3 of the low, then of the high bytes of int16 words, as float16 numbers c 4**plane 2**-24."""
+    if COMPILED:
+        e0, e1, e2, e3, o0, o1, o2, o3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 odd;
+            shr.u32 odd, $8, 8;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000C000C;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            and.b32 $4, odd, 0x00030003;
+            and.b32 $5, odd, 0x000C000C;
+            and.b32 $6, odd, 0x00300030;
+            and.b32 $7, odd, 0x00C000C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        odd = codes >> 8
+        e0, e1 = (codes & 3).to(tl.float16, bitcast=True), (codes & 12).to(tl.float16, bitcast=True)
+        e2, e3 = (codes & 48).to(tl.float16, bitcast=True), (codes & 192).to(tl.float16, bitcast=True)
+        o0, o1 = (odd & 3).to(tl.float16, bitcast=True), (odd & 12).to(tl.float16, bitcast=True)
+        o2, o3 = (odd & 48).to(tl.float16, bitcast=True), (odd & 192).to(tl.float16, bitcast=True)
+    return e0, e1, e2, e3, o0, o1, o2, o3
+
+
+@triton.jit
+def _prefetch_page(table, pages, stride, BYTES: tl.constexpr):
+    """Bring BYTES, a multiple of 16, of the page whose index is at ``table`` to the L2 cache. From sm_90.
+
+    All addresses and ``stride``, in bytes, are int64. Returns nothing of use.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 lane, index;
+        .reg .b64 page;
+        .reg .pred first;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first ld.global.s32 index, [$1];
+        cvt.s64.s32 page, index;
+        mad.lo.s64 page, page, $3, $2;
+        @first cp.async.bulk.prefetch.L2.global [page], $4;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,l,l,r",
+        [table, pages, stride, BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_words(pointer, ROWS: tl.constexpr):
+    """Rows of a code section in fragment order, [ROWS, 16] int16: of a row, word 8 b + 2 a + i starts at column
+    16 b + 4 a + 2 i."""
+    x = tl.load(pointer + tl.arange(0, ROWS * 16)).to(tl.int16, bitcast=True)
+    return x.reshape([ROWS // 16, 8, 4, 2, 2, 2]).trans(0, 4, 1, 3, 2, 5).reshape([ROWS, 16])
+
+
+@triton.jit
 def _load_codes(pointer, ROWS: tl.constexpr):
     """Rows of a code section in fragment order, [ROWS, 32] int8."""
     x = tl.load(pointer + tl.arange(0, ROWS * 32))
@@ -95,11 +184,14 @@ def _load_codes(pointer, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_quads(pointer, chunk, ROWS: tl.constexpr):
-    """Chunk ``chunk`` of a page's key codes, [ROWS, 32] int8; rows as in `_row_token` with QUADS."""
-    at = tl.arange(0, ROWS * 32)
-    x = tl.load(pointer + (at // 512 * (128 // ROWS) + chunk) * 512 + at % 512)
-    return x.reshape([4, ROWS // 64, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([ROWS, 32])
+def _load_key_codes(pointer, part: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """A page's key codes of slots 128 part and up, [128, 32] int8, rows as in `_row_token`. Head sizes 128 and 256."""
+    if HEAD_SIZE == 128:
+        x = tl.load(pointer + tl.arange(0, 4096))
+        x = x.reshape([4, 2, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([128, 32])
+    else:
+        x = _load_codes(pointer + part * 4096, 128)
+    return x
 
 
 @triton.jit
@@ -113,13 +205,13 @@ def _row_token(QUADS: tl.constexpr):
 
 @triton.jit
 def _load_metadata(pointer, QUADS: tl.constexpr):
-    """A metadata vector, [128] float32 in the order of `_row_token`."""
+    """A metadata vector, [128] float16 in the order of `_row_token`."""
     x = tl.load(pointer + tl.arange(0, 128))
     if QUADS:
         x = x.reshape([2, 4, 4, 2, 2]).trans(3, 1, 4, 2, 0)
     else:
         x = x.reshape([8, 16]).trans(1, 0)
-    return x.reshape([128]).to(tl.float32)
+    return x.reshape([128])
 
 
 @triton.jit
@@ -133,7 +225,8 @@ def _load_fragment(pointer, COLUMNS: tl.constexpr):
 def _load_half(pointer, ROWS: tl.constexpr):
     """One plane of one half of the query, [32 slots, ROWS] int8."""
     at = tl.arange(0, 32 * ROWS)
-    x = tl.load(pointer + at // 32 * 64 + at % 32)
+    # Eight bytes a lane, not sixteen: then lanes hold what the MMA wants of them.
+    x = tl.load(pointer + tl.max_contiguous(at // 32 * 64 + at % 32, [8]))
     return x.reshape([ROWS, 4, 2, 4]).trans(2, 1, 3, 0).reshape([32, ROWS])
 
 
@@ -145,63 +238,70 @@ def _join_halves(x, M: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _key_sums(
-    codes_ptr,
-    fragments,
-    start,
-    HEAD_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEQUENTIAL: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+def _stack(lower, upper, ROWS: tl.constexpr):
+    """[64, ROWS] above [64, ROWS]."""
+    lower = tl.broadcast_to(lower.reshape([1, 64, ROWS]), [2, 64, ROWS])
+    upper = tl.broadcast_to(upper.reshape([1, 64, ROWS]), [2, 64, ROWS])
+    return tl.where((tl.arange(0, 2) == 0)[:, None, None], lower, upper).reshape([128, ROWS])
+
+
+@triton.jit
+def _key_sums(codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, COMPILED: tl.constexpr):
     """Raw sums of one page, [128, ROWS] float32, rows as in `_row_token`.
 
-    ``start``, int32, is what the sums start from: [2 ROWS] for (high, low) columns; [ROWS] with SEQUENTIAL.
+    ``fragments``: planes of (high, low) columns. ``start``, [2 ROWS] int32, is what the sums start from.
     """
-    sums = ()
     if HEAD_SIZE == 64:
         k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
         initial = tl.broadcast_to(start[None, :], [64, 2 * ROWS])
         x = tl.dot(k0, fragments[0], initial, out_dtype=tl.int32)
         x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
-        sums = sums + (_join_halves(x, 64, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+        lower = _join_halves(x, 64, ROWS)
         x = tl.dot(k2, fragments[0], initial, out_dtype=tl.int32)
         x = tl.dot(k3, fragments[1], x, out_dtype=tl.int32)
-        sums = sums + (_join_halves(x, 64, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+        x = _stack(lower, _join_halves(x, 64, ROWS), ROWS)
     else:
-        for chunk in tl.static_range(0 if SEQUENTIAL else 128 // CHUNK):
-            x = tl.broadcast_to(start[None, :], [CHUNK, 2 * ROWS])
-            for part in tl.static_range(HEAD_SIZE // 128):
-                if HEAD_SIZE == 128:
-                    codes = _load_quads(codes_ptr, chunk, CHUNK)
-                else:
-                    codes = _load_codes(codes_ptr + part * 4096 + chunk * CHUNK * 32, CHUNK)
-                k0, k1, k2, k3 = _unpack(codes, COMPILED)
-                x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
-                x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
-                x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
-                x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
-            sums = sums + (_join_halves(x, CHUNK, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
-        for chunk in tl.static_range(128 // CHUNK if SEQUENTIAL else 0):
-            k0, k1, k2, k3 = _unpack(_load_quads(codes_ptr, chunk, CHUNK), COMPILED)
-            x = tl.dot(k0, fragments[0], out_dtype=tl.int32)
-            x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
-            x = tl.dot(k2, fragments[2], x, out_dtype=tl.int32)
-            x = tl.dot(k3, fragments[3], x, out_dtype=tl.int32)
-            x = x * 256 + start[None, :]
-            x = tl.dot(k0, fragments[4], x, out_dtype=tl.int32)
-            x = tl.dot(k1, fragments[5], x, out_dtype=tl.int32)
-            x = tl.dot(k2, fragments[6], x, out_dtype=tl.int32)
-            x = tl.dot(k3, fragments[7], x, out_dtype=tl.int32)
-            sums = sums + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    if HEAD_SIZE != 64 and CHUNK == 128:
-        joined = sums[0]
+        x = tl.broadcast_to(start[None, :], [128, 2 * ROWS])
+        for part in tl.static_range(HEAD_SIZE // 128):
+            k0, k1, k2, k3 = _unpack(_load_key_codes(codes_ptr, part, HEAD_SIZE), COMPILED)
+            x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
+            x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
+            x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
+            x = tl.dot(k3, fragments[4 * part + 3], x, out_dtype=tl.int32)
+        x = _join_halves(x, 128, ROWS)
+    return x
+
+
+@triton.jit
+def _dot_planes(planes, fragments, start, at: tl.constexpr, COUNT: tl.constexpr):
+    """256 times the products with the high halves of COUNT planes, plus ``start`` and those with the low ones."""
+    x = tl.dot(planes[at], fragments[0], out_dtype=tl.int32)
+    for plane in tl.static_range(1, COUNT):
+        x = tl.dot(planes[at + plane], fragments[plane], x, out_dtype=tl.int32)
+    x = x * 256 + start[None, :]
+    for plane in tl.static_range(COUNT):
+        x = tl.dot(planes[at + plane], fragments[COUNT + plane], x, out_dtype=tl.int32)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _key_sums_by_halves(
+    codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, COMPILED: tl.constexpr
+):
+    """As `_key_sums` with one column per row, which takes half the registers.
+
+    ``fragments``: planes of the high, then of the low halves. ``start``: [ROWS] int32.
+    """
+    if HEAD_SIZE == 64:
+        planes = _unpack(_load_codes(codes_ptr, 64), COMPILED)
+        lower = _dot_planes(planes, fragments, start, 0, 2)
+        x = _stack(lower, _dot_planes(planes, fragments, start, 2, 2), ROWS)
     else:
-        lower = tl.broadcast_to(sums[0].reshape([1, 64, ROWS]), [2, 64, ROWS])
-        upper = tl.broadcast_to(sums[1].reshape([1, 64, ROWS]), [2, 64, ROWS])
-        joined = tl.where((tl.arange(0, 2) == 0)[:, None, None], lower, upper).reshape([128, ROWS])
-    return joined
+        planes = ()
+        for part in tl.static_range(HEAD_SIZE // 128):
+            planes = planes + _unpack(_load_key_codes(codes_ptr, part, HEAD_SIZE), COMPILED)
+        x = _dot_planes(planes, fragments, start, 0, HEAD_SIZE // 32)
+    return x
 
 
 @triton.jit
@@ -218,29 +318,31 @@ def _planes(x, COLUMNS: tl.constexpr, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _round_weights(weights):
-    """Integers nearest to weights below 2**15: the halves are bits 8.. and, but for their sign bit, bits 0..7."""
-    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
-    return (weights + 8388736.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def _weight_halves(weights, ROWS: tl.constexpr, QUADS: tl.constexpr):
     """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
-    pair = tl.broadcast_to(_round_weights(weights).reshape([128, ROWS, 1]), [128, ROWS, 2])
+    # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
+    bits = (weights + 8388736.0).to(tl.int32, bitcast=True)
+    pair = tl.broadcast_to(bits.reshape([128, ROWS, 1]), [128, ROWS, 2])
     high = (tl.arange(0, 2) == 0)[None, None, :]
     pair = tl.where(high, pair >> 8, pair ^ 128).to(tl.int8).reshape([128, 2 * ROWS])
     return _planes(pair, 2 * ROWS, QUADS)
 
 
 @triton.jit
-def _flip_sign(x, COMPILED: tl.constexpr):
-    """x ^ 128 for int8, four at a time."""
-    if COMPILED:
-        x = tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+def _weight_planes(weights, ROWS: tl.constexpr, QUADS: tl.constexpr):
+    """[128, ROWS] float16, rows as in `_row_token`: a B operand [16, ROWS] for each tensor of `_unpack_float16`.
+
+    Bits 4, 3, 2, 1 of the token are the row, bit 0 the byte of a word, bits 6 and 5 the plane.
+    """
+    x = weights.reshape([2, 2, 2, 2, 2, 2, 2, ROWS])
+    if QUADS:
+        x = x.trans(0, 3, 6, 1, 7, 5, 4, 2)  # from bits 4 1 0 3 6 5 2 of the token
     else:
-        x = x ^ -128
-    return x
+        x = x.trans(2, 3, 4, 5, 7, 1, 0, 6)
+    even, odd = tl.split(x.reshape([16, ROWS, 2, 2, 2]))
+    even_low, even_high = tl.split(even)
+    odd_low, odd_high = tl.split(odd)
+    return tl.split(even_low) + tl.split(even_high) + tl.split(odd_low) + tl.split(odd_high)
 
 
 @triton.jit(do_not_specialize=["page_table_ptr", "window_table_ptr", "page_table_stride", "window_table_stride"])
@@ -281,23 +383,22 @@ def _attend_kernel(
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     KEY_ZERO: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     MAX_WEIGHT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Tokens of keys and dimensions of values whose sums are accumulated at a time: more rows or dimensions take fewer,
-    # so that the sums stay in registers.
-    KEY_CHUNK: tl.constexpr = 128 if ROWS == 4 else 64
-    VALUE_CHUNK: tl.constexpr = 32 if ROWS > 4 else 64 if HEAD_SIZE == 64 else 128
+    # Dimensions of values whose sums are one tensor.
+    VALUE_CHUNK: tl.constexpr = 64 if HEAD_SIZE == 64 else 128
     # Rows of the logits in an order in which a lane holds four consecutive tokens of a column, as the second MMA wants
     # them: weights go from one MMA to the other as 8-byte words, not bytes.
     QUADS: tl.constexpr = HEAD_SIZE == 128
-    # One column per query row: the high halves' MMAs, times 256, then the low halves' into the same sums, which take
-    # half the registers.
-    SEQUENTIAL: tl.constexpr = QUADS and ROWS >= 8
+    # From 8 rows: one column per row, values in float16.
+    FLOAT16: tl.constexpr = ROWS >= 8
     if PDL:
         gdc_launch_dependents()
     entry = entries_ptr + tl.program_id(0) * ENTRY_FIELDS
@@ -372,17 +473,16 @@ def _attend_kernel(
         if end > window_tiles:
             # While the query is prepared, the first page comes as far as the L2 cache.
             page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
-            last: tl.constexpr = KEY_ZERO + (256 if TOKEN_ZERO else 2 * HEAD_SIZE) - 1
-            prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, last)).to(tl.int64))
+            prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, PAGE_BYTES - 1)).to(tl.int64))
         gdc_wait()
     if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
         fragments = ()
-        for half in tl.static_range(2 if SEQUENTIAL else 0):
+        for half in tl.static_range(2 if FLOAT16 else 0):
             for plane in tl.static_range(HEAD_SIZE // 32):
                 source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS) + half * 32
                 fragments = fragments + (_load_half(source, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
-        for plane in tl.static_range(0 if SEQUENTIAL else HEAD_SIZE // 32):
+        for plane in tl.static_range(0 if FLOAT16 else HEAD_SIZE // 32):
             source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
             fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # type: ignore[assignment]  # noqa: RUF005
         factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
@@ -390,8 +490,8 @@ def _attend_kernel(
         pair = tl.arange(0, 2 * ROWS)
         if TOKEN_ZERO:
             integers = tl.load(sums_ptr + prepared * ROWS + out_row).to(tl.float32)
-            first_sum = tl.zeros([ROWS if SEQUENTIAL else 2 * ROWS], tl.int32)
-        elif SEQUENTIAL:
+            first_sum = tl.zeros([ROWS if FLOAT16 else 2 * ROWS], tl.int32)
+        elif FLOAT16:
             first_sum = -((3 * tl.load(sums_ptr + prepared * ROWS + out_row)) >> 1)
         else:
             integers = tl.load(sums_ptr + prepared * ROWS + pair // 2)
@@ -401,101 +501,134 @@ def _attend_kernel(
             # A row's halves are neighbouring columns or, so that rows lie as the sums do, ROWS apart.
             half = tl.arange(0, HEAD_SIZE // 2)
             same = tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :]
-            if SEQUENTIAL:
+            if FLOAT16:
                 plain_at = (pair % ROWS * 2 + pair // ROWS)[None, :] * (HEAD_SIZE // 2) + half[:, None]
                 same = same[:, None, :, None]
             else:
                 plain_at = pair[None, :] * (HEAD_SIZE // 2) + half[:, None]
                 same = same[:, None, None, :]
             plain = tl.load(plain_ptr + prepared * (ROWS * HEAD_SIZE) + plain_at)
-        plane_weight = tl.where((_row_token(QUADS) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
+        if FLOAT16:
+            plane_weight = tl.exp2(7.0 - 2 * (_row_token(QUADS) // 32))
+        else:
+            plane_weight = tl.where((_row_token(QUADS) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
         position = step + (row_block * ROWS + out_row) // GROUP
 
         m = tl.full([ROWS], -1.0e30, tl.float32)
+        largest = 1.0e-7
+        inverse = 1.0e7
         total = tl.zeros([8, ROWS], tl.float32)
         zeros = tl.zeros([8, ROWS], tl.float32)
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
-        for i in tl.range(start, end - window_tiles + first_page, num_stages=3):
+        last_page = end - window_tiles + first_page - 1
+        for i in tl.range(start, last_page + 1, num_stages=3):
             page = tl.load(page_table + i).to(tl.int64) * page_stride + head * page_stride_head
             meta = metadata_ptr + page // 2
-            s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, KEY_CHUNK, SEQUENTIAL, COMPILED)
-            key_scale = _load_metadata(meta + KEY_SCALE // 2, QUADS)
+            if PREFETCH:
+                following = (page_table + tl.minimum(i + 1, last_page)).to(tl.int64)
+                pages = (codes_ptr + head * page_stride_head).to(tl.int64)
+                _prefetch_page(following, pages, page_stride.to(tl.int64), PAGE_BYTES)
+            if FLOAT16:
+                s = _key_sums_by_halves(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED)
+            else:
+                s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED)
+            key_scale = _load_metadata(meta + KEY_SCALE // 2, QUADS).to(tl.float32)
+            # What all of a page's logits share: [ROWS] or, with FLOAT16, the same in each of 8 rows, [8, ROWS].
             if TOKEN_ZERO:
-                key_zero = _load_metadata(meta + KEY_ZERO // 2, QUADS)
+                key_zero = _load_metadata(meta + KEY_ZERO // 2, QUADS).to(tl.float32)
                 s = s * key_scale[:, None] + key_zero[:, None] * integers[None, :]
-                shared = mean_factor
+                shared = tl.broadcast_to(mean_factor[None, :], [8, ROWS]) if FLOAT16 else mean_factor
             else:
                 s = s * key_scale[:, None]
                 mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE)).reshape([2, 1, HEAD_SIZE // 2])
                 mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
                 products = tl.dot(mean, plain)
-                if SEQUENTIAL:
+                if FLOAT16:
                     products = tl.sum(tl.where(same, products.reshape([2, 8, 2, ROWS]), 0.0), 2)
+                    shared = tl.sum(products, 0) * mean_factor[None, :]
                 else:
                     products = tl.sum(tl.where(same, products.reshape([2, 8, ROWS, 2]), 0.0), 3)
-                products = tl.sum(products, 0)
-                shared = tl.max(products, 0) * mean_factor
+                    shared = tl.max(tl.sum(products, 0), 0) * mean_factor
             value_scale = _load_metadata(meta + VALUE_SCALE // 2, QUADS)
             value_zero = _load_metadata(meta + VALUE_ZERO // 2, QUADS)
+            if not FLOAT16:
+                value_scale = value_scale.to(tl.float32)
+                value_zero = value_zero.to(tl.float32)
             if (i >= whole_end) | (i * 128 < sink):
                 token = i * 128 + _row_token(QUADS)
                 missing = (tl.load(window_table + token // BLOCK) == 0) & (token < step)
                 old = (token[:, None] <= position[None, :] - recent) | missing[:, None]
                 stored = token >= sink
                 s = tl.where(stored[:, None] & (token[:, None] <= position[None, :]) & old, s, float("-inf"))
-                value_scale = tl.where(stored, value_scale, 0.0)
-                value_zero = tl.where(stored, value_zero, 0.0)
-            top = tl.maximum(tl.max(s, 0), -1.0e30) * factor
-            p = tl.exp2(s * factor[None, :] - top[None, :])
-            largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
-            weight = value_scale * (plane_weight * (1.0 / largest))
-            if SEQUENTIAL:
-                bits = _round_weights(p * weight[:, None])
-                h0, h1, h2, h3 = _planes((bits >> 8).to(tl.int8), ROWS, QUADS)
-                l0, l1, l2, l3 = _planes(bits.to(tl.int8), ROWS, QUADS)
-                l0 = _flip_sign(l0, COMPILED)
-                l1 = _flip_sign(l1, COMPILED)
-                l2 = _flip_sign(l2, COMPILED)
-                l3 = _flip_sign(l3, COMPILED)
+                value_scale = tl.where(stored, value_scale, tl.zeros_like(value_scale))
+                value_zero = tl.where(stored, value_zero, tl.zeros_like(value_zero))
+            if FLOAT16:
+                s = s.reshape([16, 8, ROWS])
+                top = tl.maximum(tl.max(s, 0), -1.0e30) * factor[None, :] + shared
+                rises = tl.max((top > m[None, :] + 8.0).to(tl.int32).reshape([8 * ROWS]), 0)
+                widens = tl.max((value_scale.to(tl.float32) > largest).to(tl.int32), 0)
+                if (rises | widens) != 0:
+                    m_new = tl.maximum(m, tl.max(top, 0))
+                    keep = tl.exp2(m - m_new)
+                    m = m_new
+                    wider = tl.maximum(largest, 2 * tl.max(value_scale.to(tl.float32), 0))
+                    inverse = 1.0 / wider
+                    shrink = keep * (largest * inverse)
+                    largest = wider
+                    total *= keep[None, :]
+                    zeros *= keep[None, :]
+                    rescaled = ()
+                    for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
+                        rescaled = rescaled + (acc[chunk] * shrink[None, :],)  # type: ignore[assignment]  # noqa: RUF005
+                    acc = rescaled
+                p = tl.exp2(s * factor[None, None, :] - (m[None, :] - shared)[None, :, :])
+                total += tl.sum(p, 0)
+                p = p.reshape([128, ROWS])
+                zeros += tl.sum((p * value_zero.to(tl.float32)[:, None]).reshape([16, 8, ROWS]), 0)
+                weight = value_scale.to(tl.float32) * (plane_weight * inverse)
+                weights = _weight_planes((p * weight[:, None]).to(tl.float16), ROWS, QUADS)
             else:
-                w0, w1, w2, w3 = _weight_halves(p * weight[:, None], ROWS, QUADS)
-            m_page = top + shared
-            m_new = tl.maximum(m, m_page)
-            keep = tl.exp2(m - m_new)
-            gain = tl.exp2(m_page - m_new)
-            m = m_new
-            total = total * keep[None, :] + gain[None, :] * tl.sum(p.reshape([16, 8, ROWS]), 0)
-            zero_part = tl.sum((p * value_zero[:, None]).reshape([16, 8, ROWS]), 0)
-            zeros = zeros * keep[None, :] + gain[None, :] * zero_part
-            gain *= largest * (1.0 / MAX_WEIGHT)
+                top = tl.maximum(tl.max(s, 0), -1.0e30) * factor
+                p = tl.exp2(s * factor[None, :] - top[None, :])
+                largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
+                weight = value_scale * (plane_weight * (1.0 / largest))
+                weights = _weight_halves(p * weight[:, None], ROWS, QUADS)
+                m_page = top + shared
+                m_new = tl.maximum(m, m_page)
+                keep = tl.exp2(m - m_new)
+                gain = tl.exp2(m_page - m_new)
+                m = m_new
+                total = total * keep[None, :] + gain[None, :] * tl.sum(p.reshape([16, 8, ROWS]), 0)
+                zero_part = tl.sum((p * value_zero[:, None]).reshape([16, 8, ROWS]), 0)
+                zeros = zeros * keep[None, :] + gain[None, :] * zero_part
+                gain *= largest * (1.0 / MAX_WEIGHT)
             new = ()
             for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
-                codes = _load_codes(codes_ptr + page + VALUE_CODES + chunk * VALUE_CHUNK * 32, VALUE_CHUNK)
-                v0, v1, v2, v3 = _unpack(codes, COMPILED)
-                if SEQUENTIAL:
-                    x = tl.dot(v0, h0, out_dtype=tl.int32)
-                    x = tl.dot(v1, h1, x, out_dtype=tl.int32)
-                    x = tl.dot(v2, h2, x, out_dtype=tl.int32)
-                    x = tl.dot(v3, h3, x, out_dtype=tl.int32) * 256
-                    x = tl.dot(v0, l0, x, out_dtype=tl.int32)
-                    x = tl.dot(v1, l1, x, out_dtype=tl.int32)
-                    x = tl.dot(v2, l2, x, out_dtype=tl.int32)
-                    x = tl.dot(v3, l3, x, out_dtype=tl.int32)
-                    added = x.to(tl.float32) * gain[None, :]
+                if FLOAT16:
+                    words = _load_words(meta + VALUE_CODES // 2 + chunk * VALUE_CHUNK * 16, VALUE_CHUNK)
+                    values = _unpack_float16(words, COMPILED)
+                    x = acc[chunk]
+                    for plane in tl.static_range(8):
+                        x = tl.dot(values[plane], weights[plane], x)
                 else:
-                    x = tl.dot(v0, w0, out_dtype=tl.int32)
-                    x = tl.dot(v1, w1, x, out_dtype=tl.int32)
-                    x = tl.dot(v2, w2, x, out_dtype=tl.int32)
-                    x = tl.dot(v3, w3, x, out_dtype=tl.int32)
-                    added = _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
-                new = new + (acc[chunk] * keep[None, :] + added,)  # type: ignore[assignment]  # noqa: RUF005
+                    codes = _load_codes(codes_ptr + page + VALUE_CODES + chunk * VALUE_CHUNK * 32, VALUE_CHUNK)
+                    values = _unpack(codes, COMPILED)
+                    x = tl.dot(values[0], weights[0], out_dtype=tl.int32)
+                    x = tl.dot(values[1], weights[1], x, out_dtype=tl.int32)
+                    x = tl.dot(values[2], weights[2], x, out_dtype=tl.int32)
+                    x = tl.dot(values[3], weights[3], x, out_dtype=tl.int32)
+                    x = acc[chunk] * keep[None, :] + _join_halves(x, VALUE_CHUNK, ROWS) * gain[None, :]
+                new = new + (x,)  # type: ignore[assignment]  # noqa: RUF005
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
         total_zero = tl.sum(zeros, 0)
         for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
-            o = acc[chunk] + total_zero[None, :]
+            o = acc[chunk]
+            if FLOAT16:
+                o *= largest * 131072.0  # 2**24 over the reference weight
+            o += total_zero[None, :]
             o = o.reshape([VALUE_CHUNK // 8, 8, ROWS]).trans(2, 1, 0)
             low = tl.arange(0, VALUE_CHUNK // 8) + chunk * (VALUE_CHUNK // 8)
             target = partial_ptr + slot * (ROWS * HEAD_SIZE) + out_row[:, None, None] * HEAD_SIZE
@@ -824,6 +957,7 @@ def attend_partials(
     schedule: DecodeSchedule,
     workspace: DecodeWorkspace,
     launch_pdl: bool | None = None,
+    prefetch_pages: bool | None = None,
 ) -> Any:
     """First launch of `attend_decode`: fill ``workspace.partial``. Returns Triton's compiled kernel."""
     heads, d, grid = codec.num_kv_heads, codec.head_size, schedule.grid
@@ -847,6 +981,8 @@ def attend_partials(
     prepared = workspace.prepared
     launch_pdl = supports_pdl(query.device) if launch_pdl is None else launch_pdl
     launch = {"launch_pdl": True} if launch_pdl else {}
+    if prefetch_pages is None:
+        prefetch_pages = prefetches_pages(grid.rows, workspace.capability)
     return _attend_kernel[(grid.entries, heads * grid.row_blocks)](
         query,
         prepared.fragments,
@@ -884,10 +1020,12 @@ def attend_partials(
         VALUE_SCALE=layout.value_scale,
         VALUE_ZERO=layout.value_zero,
         KEY_ZERO=layout.key_zero,
+        PAGE_BYTES=layout.page_bytes,
         TILE=WINDOW_TILE,
         BLOCK=windows.shape[2],
         ENTRY_FIELDS=ENTRY_FIELDS,
         MAX_WEIGHT=_MAX_WEIGHT,
+        PREFETCH=prefetch_pages and not triton.knobs.runtime.interpret,
         COMPILED=not triton.knobs.runtime.interpret,
         PDL=launch_pdl,
         num_warps=1,
@@ -965,6 +1103,7 @@ def attend_decode(
     output: Tensor,
     lse: Tensor | None = None,
     launch_pdl: bool | None = None,
+    prefetch_pages: bool | None = None,
 ) -> None:
     """Causal attention of short queries over sink, history and recent; after `append`, `demote` and `prepare_query`.
 
@@ -989,6 +1128,8 @@ def attend_decode(
         lse: [H * G, T] float32, written: natural log of the sum of exponentials.
         launch_pdl: start each launch before the preceding kernel has ended; default: where the GPU can. The kernel
             before must then be `prepare_query` with the same choice (prepare.py says why that is safe).
+        prefetch_pages: bring each next page to the L2 cache early (compute capability 9.0 or newer); default:
+            `prefetches_pages`.
 
     Raises:
         ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
@@ -1010,6 +1151,7 @@ def attend_decode(
         schedule=schedule,
         workspace=workspace,
         launch_pdl=launch_pdl,
+        prefetch_pages=prefetch_pages,
     )
     merge_partials(
         codec=codec,

@@ -21,7 +21,7 @@ from triton_ops.layout import PAGE_TOKENS, PageLayout
 from triton_ops.prepare import MAX_INTEGER, QueryMatrix, prepare_query
 from triton_ops.schedule import DecodeSchedule, decode_grid
 
-# Beside rounding in float32, 14-bit probabilities times value scale: relative to the norm of a row's output.
+# Beside rounding in float32, probabilities times value scale in 14 bits or float16: relative to a row's norm.
 TOLERANCE = 3e-4
 
 
@@ -253,13 +253,32 @@ def test_float16_strided_query_and_padded_blocks(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_value_scales_far_apart(device):
-    """Weights are quantized against the page's largest value scale: scales up to 100 overflow nothing."""
+@pytest.mark.parametrize("groups", [4, 8])
+def test_value_scales_far_apart(device, groups):
+    """Weights are quantized against the largest value scale: scales up to 100 overflow nothing."""
     codec, layout = make_codec(1, 128, "page")
-    step = decode_step([(1000, 1)], heads=1, d=128, groups=4, codec=codec, layout=layout)
+    step = decode_step([(1000, 1)], heads=1, d=128, groups=groups, codec=codec, layout=layout)
     scale = step.pages.view(torch.float16)[..., layout.value_scale // 2 : layout.value_zero // 2]
     scale *= torch.logspace(-2, 2, PAGE_TOKENS).half()
     check(step, device, codec, layout, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("groups", [4, 8])
+def test_pages_of_very_different_size(device, groups, d, monkeypatch):
+    """One program reads pages whose logits or value scales are far above, then far below, those before them."""
+    monkeypatch.setattr("triton_ops.schedule.resident_programs", lambda **_: 1)
+    codec, layout = make_codec(1, d, "page")
+    step = decode_step([(1500, 1)], heads=1, d=d, groups=groups, codec=codec, layout=layout)
+    numbers = step.pages.view(torch.float16)
+    values = slice(layout.value_scale // 2, layout.key_zero // 2)  # scales and zeros
+    direction = step.query[0, :1].half() / step.query[0, 0].norm()
+    sizes, logits = [1, 8, 1, 4, 10000, 10000, 1, 8, 2], [0, 0, 20, 40, 40, 20, 60, 30, 60]
+    for page, size, logit in zip(step.page_table[0, :9].tolist(), sizes, logits, strict=True):
+        numbers[page, :, values] *= size
+        numbers[page, :, layout.key_zero // 2 :] += logit * direction
+    check(step, device, codec, layout, programs=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
