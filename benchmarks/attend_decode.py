@@ -39,7 +39,8 @@ VARIANT_SHAPES = {
     8: [(1, 32768), (32, 32768)],
     16: [(1, 32768), (32, 32768)],
 }
-"""Requests and tokens of each on which variants are compared, by query heads per KV head."""
+"""Requests and tokens of each on which variants are compared, by query heads per KV head; those of 8 and 16 are timed
+with the shipped launch too."""
 CHECK_LENGTHS = [1000, 1, 320, 5000, 129, 40000]
 COLD_BYTES = 400_000_000
 """Bytes a graph walks through before it comes back to the same cache; several times the L2."""
@@ -54,14 +55,21 @@ class Variant:
     Attributes:
         name: for the table.
         pdl: programmatic dependent launch, default: where the GPU can.
+        prefetch: bring each next page to the L2 cache early, default: `attend_decode.prefetches_pages`.
 
     """
 
     name: str = "shipped"
     pdl: bool | None = None
+    prefetch: bool | None = None
 
 
-VARIANTS = [Variant(), Variant("no pdl", pdl=False)]
+VARIANTS = [
+    Variant(),
+    Variant("no pdl", pdl=False),
+    Variant("prefetch", prefetch=True),
+    Variant("no prefetch", prefetch=False),
+]
 """Launch choices to compare, the shipped one first."""
 
 
@@ -191,6 +199,7 @@ class Batch:
             schedule=self.schedule,
             workspace=self.workspace,
             launch_pdl=pdl,
+            prefetch_pages=self.variant.prefetch,
         )
 
     def merge(self) -> Any:
@@ -215,6 +224,7 @@ class Batch:
             workspace=self.workspace,
             output=self.output,
             launch_pdl=self.variant.pdl,
+            prefetch_pages=self.variant.prefetch,
         )
 
     def error(self) -> float:
@@ -451,7 +461,8 @@ def run(device: str = "cuda", flash: bool = True) -> list[dict[str, Any]]:
     for name, batch in batches.items():
         record(name, batch, 4, shipped)
     for groups in (8, 16):
-        record("32 x 32k", Batch(cache, [32768] * 32, groups), groups, shipped)
+        for requests, length in VARIANT_SHAPES[groups]:
+            record(shape_name(requests, length), Batch(cache, [length] * requests, groups), groups, shipped)
     (skewed_name, skewed), balanced = skewed_batches(cache)
     for name, batch in ((skewed_name, skewed), balanced):
         record(name, batch, 4, shipped)
