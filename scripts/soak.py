@@ -930,6 +930,7 @@ class Soak:
                 continue
             self.record.traffic[f"malformed: status {response.status_code}"] += 1
             if not 400 <= response.status_code < 500:
+                await self.check_alive()
                 self.record.violation("malformed", f"{name}: status {response.status_code}: {response.text[:200]}")
 
     async def perform(self, name: str, rng: random.Random) -> None:

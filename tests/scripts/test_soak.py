@@ -370,7 +370,7 @@ def test_every_fault_is_found(fault, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert ("passed" if fault == "none" else FAULTS[fault]) in output.splitlines()[-1]
     if fault == "none":
-        assert result["checked"]["equal"] > 50
+        assert result["checked"]["equal"] > 30
         assert {"burst", "fill", "abort", "conversation", "malformed", "sampled"} <= result["traffic"].keys()
     if fault == "wrong":
         wrong = result["checked"]["differences"][0]
@@ -455,7 +455,7 @@ def test_one_minute_on_a_real_server(tmp_path):
     assert result["pool"]["num_preemptions"] > 0
     assert result["pool"]["prefix_cache_hits"] > 0
     assert result["traffic"]["turns with a prefix hit"] > 0
-    assert len(result["memory"]) >= 3
+    assert len(result["memory"]) >= 2
     assert result["comparison"]["reference"]["checked"]["equal"] >= 20
     assert result["comparison"]["effect"]["count"] >= soak.ENOUGH_EFFECTS
 
