@@ -216,8 +216,8 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        # Neither a page nor a window block is ever split: any size that a spec asks for is taken whole.
-        return [MultipleOf(PAGE_TOKENS if kv_cache_spec is None else 1)]
+        # A window block is taken whole, whatever its size; a block of several pages is split into pages.
+        return [MultipleOf(1) if isinstance(kv_cache_spec, SinkWindowSpec) else PAGE_TOKENS]
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -73,18 +73,17 @@ UNSUPPORTED_MODELS = {
         },
         "soft cap",
     ),
-    "mamba-hybrid": (
-        DECODER
-        | {
-            "architectures": ["JambaForCausalLM"],
-            "model_type": "jamba",
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 1,
-            "num_experts_per_tok": 1,
-            "mamba_d_state": 16,
+    "attention-free": (
+        {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "hidden_size": 256,
+            "num_hidden_layers": 2,
+            "state_size": 16,
+            "vocab_size": VOCABULARY,
+            "torch_dtype": "bfloat16",
         },
-        "Mamba",
+        "no attention layers",
     ),
     "encoder": (
         {

@@ -123,6 +123,21 @@ def test_refusals_say_what_why_and_what_instead_in_one_line(config, case):
     assert "use --kv-cache-dtype auto" in text
 
 
+def test_speculation_in_hybrid_models_is_refused_on_a_cpu(config, monkeypatch):
+    from vllm.config import ModelConfig
+    from vllm.platforms import current_platform
+
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=3, method="ngram")
+    assert list(plugin._unsupported_engine(config)) == []
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
+    (problem,) = plugin._unsupported_engine(config)
+    assert "hybrid models on a CPU" in problem
+    assert "drop --speculative-config" in problem
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert list(plugin._unsupported_engine(config)) == []
+
+
 @pytest.mark.parametrize(
     ("options", "field", "value", "message"),
     [
@@ -163,8 +178,7 @@ def test_what_a_gpu_needs(config, monkeypatch, options, field, value, message):
 
 MODEL_KINDS = {
     "latent attention": ("use_mla", True, "latent attention"),
-    "mamba hybrid": ("is_hybrid", True, "Mamba or linear-attention"),
-    "attention free": ("is_attention_free", True, "Mamba or linear-attention"),
+    "attention free": ("is_attention_free", True, "no attention layers"),
     "encoder decoder": ("is_encoder_decoder", True, "encoder or cross attention"),
     "encoder only": ("attn_type", "encoder_only", "encoder or cross attention"),
     "image prefix": ("is_mm_prefix_lm", True, "bidirectional attention"),
@@ -178,7 +192,6 @@ def test_kinds_of_models_that_are_refused(case):
     model = SimpleNamespace(
         hf_text_config=SimpleNamespace(model_type="some"),
         use_mla=False,
-        is_hybrid=False,
         is_attention_free=False,
         is_encoder_decoder=False,
         attn_type="decoder",
