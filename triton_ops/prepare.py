@@ -23,14 +23,14 @@ holds, for every (request, row block, KV head)::
     sums       int32 [rows]: sum f n
     factors    float32 [2, rows]: logit factor u, then the factor of q . mu (or q . key_mean itself)
 
-Programmatic dependent launch. The three decode kernels (prepare, attend, merge) may start before the kernel in front of
-them has ended; a kernel's wait returns when that kernel has ended and its writes are visible. Why this is safe in any
-stream, whatever comes before and after:
+Programmatic dependent launch. The three decode kernels (prepare, or the launch that also writes the step's tokens,
+attend, merge) may start before the kernel in front of them has ended; a kernel's wait returns when that kernel has
+ended and its writes are visible. Why this is safe in any stream, whatever comes before and after:
 
 * In front of prepare, any kernel. Before its wait prepare reads only the codec and the step's metadata, which were
   written many ordinary launches earlier; everything else follows the wait. It lets attend start after the wait.
-* So when attend starts, everything before prepare has ended: window blocks may be read, and partials of the previous
-  layer overwritten, at once. Prepared queries are read after attend's own wait.
+* So when attend starts, everything before prepare has ended. Before its own wait it reads only the step's metadata, and
+  brings pages to the L2 cache, which is where prepare's writes go; windows, pages and queries are read after it.
 * Attend lets merge start at once. Before its wait merge reads only the codec, the step's metadata and the schedule.
 * Merge does not let its successor start early, and every program of attend and merge waits: when merge has ended,
   attend and prepare have, as a successor that knows nothing of this expects.
