@@ -34,6 +34,7 @@ def engine(max_model_len: int, **options) -> dict:
         "max_model_len": max_model_len,
         "max_num_batched_tokens": CHUNK,
         "kv_cache_memory_bytes": 4 * 2**30,
+        "gpu_memory_utilization": 0.02,  # what must be free at the start
         "enable_prefix_caching": True,
         **options,
     }

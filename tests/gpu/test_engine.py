@@ -24,7 +24,7 @@ ENGINE = {
     "dtype": "bfloat16",
     "enforce_eager": False,
     "kv_cache_memory_bytes": 4 * 2**30,
-    "gpu_memory_utilization": 0.9,
+    "gpu_memory_utilization": 0.02,  # what must be free at the start; the cache has its own size
     "max_num_seqs": 16,
     "enable_prefix_caching": True,
     "max_num_batched_tokens": 512,
