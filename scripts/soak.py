@@ -1185,7 +1185,8 @@ def serve_arguments(options: argparse.Namespace, tokenizer: Path | None, cache_d
         arguments += ["--additional-config", json.dumps({"oscar": oscar})]
         arguments += ["--num-gpu-blocks-override", str(options.blocks)]
     else:
-        blocks = options.blocks - int(FULL_REQUESTS * WINDOW_BLOCKS)
+        pages = options.max_model_len / 128
+        blocks = int(options.blocks * pages / (pages + WINDOW_BLOCKS))
         arguments += ["--block-size", "128", "--num-gpu-blocks-override", str(blocks)]
     return [*arguments, *options.serve]
 

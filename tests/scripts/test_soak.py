@@ -423,7 +423,7 @@ def test_an_interrupted_run_reports_what_it_saw(number, tmp_path):
 # -------------------------------------------------------------------------------------------------- the short form
 
 MODEL = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4, sharpness=1.0)
-SERVE = ["--max-model-len", "1536", "--max-num-seqs", "4", "--max-num-batched-tokens", "512"]
+SERVE = ["--max-model-len", "1536", "--blocks", "150", "--max-num-seqs", "4", "--max-num-batched-tokens", "512"]
 FORWARDED = ["--", "--enforce-eager", "--dtype", "float32"]
 # Float32 and "invariant" leave the noise of a code that rounds the other way: tests/engine/test_invariant_prefill.py.
 SMALL = ["--concurrency", "6", "--questions", "12", "--conversations", "2", "--tolerance", "0.05"]
