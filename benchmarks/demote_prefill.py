@@ -55,10 +55,6 @@ DEMOTE_VARIANTS = [
     Variant("128 tokens", {"tokens_per_program": 128, "num_warps": 8}),
     Variant("ieee", {"precision": "ieee"}),
 ]
-STEP_VARIANTS = [
-    Variant("one launch"),
-    Variant("one launch, 255 registers", {"registers": 255}),
-]
 PREFILL_VARIANTS = [
     Variant("shipped"),
     Variant("128 rows, 1 stage", {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 1}),
@@ -173,7 +169,7 @@ class Case:
         self.demote(DEMOTE_VARIANTS[0])
         prepare_query(**queries)
 
-    def one_launch(self, queries: dict[str, Any], variant: Variant) -> None:
+    def one_launch(self, queries: dict[str, Any]) -> None:
         assert self.workspace is not None
         write_and_prepare(
             key=self.key,
@@ -182,7 +178,6 @@ class Case:
             num_tokens=self.sizes["num_tokens"],
             multiprocessors=self.workspace.multiprocessors,
             **self.cache() | queries,
-            **variant.options,
         )
 
     def outputs(self) -> dict[str, Any]:
@@ -262,14 +257,14 @@ def check_demote(variant: Variant, device: str) -> float:
     return float((case.pages.cpu() != expected).double().mean())
 
 
-def check_step(variant: Variant, device: str) -> float:
+def check_step(_: Variant, device: str) -> float:
     """Share of page bytes that differ from the reference's after one launch for the whole step."""
     case = Case([(1023, 1), (1000, 1), (511, 1)], device)
     expected = case.pages.cpu()
     moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.cache().items()}
     moved |= {"codec": case.codec.to("cpu"), "pages": expected}
     reference.demote(case.key.cpu(), case.value.cpu(), **moved)
-    case.one_launch(case.queries(), variant)
+    case.one_launch(case.queries())
     return float((case.pages.cpu() != expected).double().mean())
 
 
@@ -394,7 +389,7 @@ def run(
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
     for variants, check, limit in (
         (demote_variants, check_demote, MAX_PAGE_MISMATCH),
-        (STEP_VARIANTS, check_step, MAX_PAGE_MISMATCH),
+        ([Variant("one launch")], check_step, MAX_PAGE_MISMATCH),
         (prefill_variants, check_prefill, MAX_ERROR),
     ):
         for variant in variants:
@@ -433,9 +428,7 @@ def run(
             queries = case.queries()
             time = microseconds([lambda c=case, q=queries: c.three_launches(q)] * 10)
             record("step", shape, "three launches", time)
-            for variant in STEP_VARIANTS:
-                time = microseconds([lambda c=case, q=queries, v=variant: c.one_launch(q, v)] * 10)
-                record("step", shape, variant.name, time)
+            record("step", shape, "one launch", microseconds([lambda c=case, q=queries: c.one_launch(q)] * 10))
     del steps, case
 
     for context in CONTEXTS:

@@ -99,9 +99,10 @@ class OscarMetadata(AttentionMetadata):
     schedule: DecodeSchedule | None
 
 
-GATHER_MIN_TOKENS = 512
-"""Fewer prefill tokens in a step read pages in place. Measured on an H200 (benchmarks/demote_prefill.py): the in-place
-kernel runs at 286 TFLOP/s and FlashAttention-3 at 694, but writing keys out costs per token of history."""
+GATHER_MIN_TOKENS = 256
+"""Shorter queries, by their mean over tokens of history, read pages in place. Measured on an H200
+(benchmarks/demote_prefill.py): a query token costs 59 ps per token of history and layer in place and 24 ps by
+FlashAttention-3 (32 heads of size 128), but writing a token of history out costs 7.5 ns: equal at 215."""
 GATHER_BYTES = 256 * 2**20
 """Buffer for gathered keys and values: 65,536 tokens of 8 KV heads of size 128."""
 
@@ -181,12 +182,17 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
     def _plan_gather(self, common: CommonAttentionMetadata, metadata: OscarMetadata) -> GatherPlan | None:
         """The plan for the long queries of the step, where writing their keys out pays and keeps the rule."""
         first, bound = metadata.num_decodes, common.seq_lens_cpu_upper_bound
-        tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
-        if self.impl.settings.options.prefill == "invariant" or tokens < GATHER_MIN_TOKENS or bound is None:
+        if self.impl.settings.options.prefill == "invariant" or bound is None:
+            return None
+        query_lens = common.query_start_loc_cpu[first : common.num_reqs + 1].diff().tolist()
+        max_seq_lens = bound[first : common.num_reqs].tolist()
+        history = [length - new for length, new in zip(max_seq_lens, query_lens, strict=True)]
+        work = sum(new * old for new, old in zip(query_lens, history, strict=True))
+        if work < GATHER_MIN_TOKENS * sum(history):
             return None
         return plan_gather(
-            query_lens=common.query_start_loc_cpu[first : common.num_reqs + 1].diff().tolist(),
-            max_seq_lens=bound[first : common.num_reqs].tolist(),
+            query_lens=query_lens,
+            max_seq_lens=max_seq_lens,
             seq_lens=metadata.seq_lens[first:],
             buffer_pages=self.impl.gather_pages,
         )

@@ -205,9 +205,9 @@ class _SelfTest:
         block = [table[at // WINDOW_BLOCK].long() for table, at in zip(self.window_table, position, strict=True)]
         self.seq_lens = [b + n for b, n in zip(before, new, strict=True)]
         return _Step(
-            query=query.flatten(1, 2).to(layer.dtype),
-            key=key.to(layer.dtype),
-            value=value.to(layer.dtype),
+            query=query.flatten(1, 2).to(layer.dtype).contiguous(),
+            key=key.to(layer.dtype).contiguous(),
+            value=value.to(layer.dtype).contiguous(),
             slot_mapping=torch.cat(block) * WINDOW_BLOCK + torch.cat(position) % WINDOW_BLOCK,
             query_start_loc=torch.tensor([0, *new]).cumsum(0).int(),
             seq_lens=torch.tensor(self.seq_lens).int(),

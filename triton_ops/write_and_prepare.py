@@ -221,15 +221,6 @@ def _write_and_prepare_kernel(
             request, page = completed_page(query_start_loc, seq_lens, num_requests, item // ITEMS, BLOCK_REQUESTS)
 
 
-def register_limit(head_size: int) -> int:
-    """Registers of a thread: two programs of 8 warps share a multiprocessor, where demotion does not spill too much.
-
-    Compiled for sm_90: preparation needs 95, demotion 255 and spills 64 and 416 bytes with 128 (head sizes 64 and 128),
-    840 at head size 256.
-    """
-    return 128 if head_size <= 128 else 255
-
-
 def write_and_prepare(
     *,
     query: Tensor,
@@ -251,7 +242,6 @@ def write_and_prepare(
     prepared: PreparedQuery,
     num_tokens: int,
     multiprocessors: int,
-    registers: int | None = None,
     launch_pdl: bool | None = None,
 ) -> None:
     """Append the step's tokens, demote the pages they complete and prepare the queries; CUDA-graph safe.
@@ -276,14 +266,13 @@ def write_and_prepare(
         prepared: where prepared queries go.
         num_tokens: T or, in a padded batch, an upper bound of the tokens.
         multiprocessors: of the device; most programs that look for completed pages.
-        registers: most registers of a thread, 255: no limit; by default `register_limit`.
         launch_pdl: start before the preceding kernel has ended; default: where the GPU can.
 
     Raises:
         ValueError: shapes, strides or codec do not agree.
 
     """
-    heads, d = codec.num_kv_heads, codec.head_size
+    heads = codec.num_kv_heads
     batch = {"query_start_loc": query_start_loc, "seq_lens": seq_lens}
     prepare = prepare_launch(
         query=query, codec=codec, matrix=matrix, grid=grid, scale=scale, prepared=prepared, **batch
@@ -313,7 +302,6 @@ def write_and_prepare(
         PDL=pdl,
         num_warps=WARPS,
         num_stages=2,
-        maxnreg=registers or register_limit(d),
         enable_fp_fusion=False,
         **options,
     )

@@ -29,6 +29,7 @@ GEOMETRIES: list[tuple[int, int, int, Zero, torch.dtype, str, int]] = [
     (16, 2, 64, "page", torch.float16, "exact", 1),
     (4, 1, 256, "page", torch.bfloat16, "exact", 1),
     (16, 2, 128, "page", torch.bfloat16, "exact", 2),
+    (4, 4, 128, "page", torch.bfloat16, "exact", 1),
 ]
 
 

@@ -118,6 +118,16 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_steps_lie_in_memory_as_a_models_do(groups):
+    """vLLM's merge refuses partial outputs of unequal strides; products of batched matrices come out permuted."""
+    test = module._SelfTest(layer(heads=2, groups=groups), torch.device("cpu"))
+    step = test.advance([0, 0], [3, 2])
+    assert step.query.is_contiguous()
+    assert step.key.is_contiguous()
+    assert step.value.is_contiguous()
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_kernel_is_named(monkeypatch, case):
     name, wrong, message = WRONG[case]
