@@ -35,8 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval_fidelity import BLOCK, Score, append_csv, evaluation_windows, first_position, log_probabilities, provenance
+from fidelity_layers import attention_kl
 
-from calib.capture import AttentionCall, intercept_attention
+from calib.capture import AttentionCall, attention_weights, intercept_attention
 from calib.data import load_documents, token_windows
 from calib.quantizer_search import KEY_CONSTANTS
 from calib.rotation import Recipe, layer_basis, rotation
@@ -75,7 +76,8 @@ def moment_by_output(call: AttentionCall, segments: Segments) -> Tensor:
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
     query = query[:, position]
-    weights = grouped_logits(query, key, call).masked_fill(future, -torch.inf).softmax(-1).double()  # [H, G, n, T]
+    logits = grouped_logits(query, key, call).masked_fill(future, -torch.inf)
+    weights = attention_weights(logits, call.grouped_sinks).double()  # [H, G, n, T]
     output = weights @ value[:, None]
     metric = output_metric(call)
     squares = ((value[:, None] @ metric) * value[:, None]).sum(-1)  # [H, G, T]
@@ -102,13 +104,12 @@ class KappaSearch:
         history = self.segments.history(position, length)
         future = torch.arange(length, device=key.device) > position[:, None]
         exact = grouped_logits(query[:, position], key, call).masked_fill(future, -torch.inf)
-        p = exact.log_softmax(-1)
         errors = []
         for kappa in KEY_CONSTANTS["gauss"]:
             codec = self.bases[call.layer].codec(kappa, KAPPA).to(key.device)
             stored = quantized_keys(key, codec, self.segments.sink)
-            q = grouped_logits(query[:, position], stored, call).where(history, exact).log_softmax(-1)
-            errors.append((p.exp() * (p - q).masked_fill(future, 0.0)).sum(-1).mean((1, 2)).cpu())
+            actual = grouped_logits(query[:, position], stored, call).where(history, exact)
+            errors.append(attention_kl(exact, actual, call.grouped_sinks).mean((1, 2)).cpu())
         self.kl[call.layer] = self.kl.get(call.layer, torch.zeros(1)) + torch.stack(errors)  # [kappas, H]
         return call.attend()
 

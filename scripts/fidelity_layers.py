@@ -3,7 +3,7 @@
 
 Per layer and configuration, over 128 evenly spaced query positions of every window and all heads, with the BF16
 segments in place: the KL divergence of the attention weights (nats per query) and the squared error of the attention
-output over its square.
+output over its square. A learned sink takes its share of the weights in both.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.capture import AttentionCall, intercept_attention
+from calib.capture import AttentionCall, attention_weights, intercept_attention, log_normalizer
 from calib.simulate import Segments, grouped_logits
 
 FIELDS = ("model", "configuration", "text", "windows", "tokens", "sink", "recent", "layer", "attention_kl",
@@ -22,6 +22,21 @@ QUERIES = 128
 
 Errors = dict[str, dict[int, tuple[float, float]]]
 """Configuration -> layer -> (attention KL, output error)."""
+
+
+def attention_kl(exact: Tensor, actual: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., n] KL divergence of the attention weights, nats.
+
+    Args:
+        exact: [..., n, T] logits; masked ones are minus infinity.
+        actual: the same with other logits where the keys differ.
+        sinks: [...] learned sinks of the heads, or None.
+
+    """
+    change = (exact - actual).masked_fill(exact == -torch.inf, 0.0)
+    # A learned sink's logit is the same in both, so its own term is in the difference of the denominators.
+    normalizers = log_normalizer(actual, sinks) - log_normalizer(exact, sinks)
+    return (attention_weights(exact, sinks) * change).sum(-1) + normalizers
 
 
 def layer_errors(call: AttentionCall, store: Any, segments: Segments) -> tuple[float, float]:
@@ -34,11 +49,11 @@ def layer_errors(call: AttentionCall, store: Any, segments: Segments) -> tuple[f
     stored_key, stored_value = store(key, value)
     exact = grouped_logits(query, key, call).masked_fill(future, -torch.inf)
     actual = grouped_logits(query, stored_key, call).where(history, exact)
-    p, q = exact.log_softmax(-1), actual.log_softmax(-1)
-    kl = (p.exp() * (p - q).masked_fill(future, 0.0)).sum(-1).mean()
-    output = p.exp() @ value[:, None]
-    weights = q.exp()
-    approximate = (weights * history) @ stored_value[:, None] + (weights * ~history) @ value[:, None]
+    sinks = call.grouped_sinks
+    p, q = attention_weights(exact, sinks), attention_weights(actual, sinks)
+    output = p @ value[:, None]
+    approximate = (q * history) @ stored_value[:, None] + (q * ~history) @ value[:, None]
+    kl = attention_kl(exact, actual, sinks).mean()
     return float(kl), float((approximate - output).square().sum() / output.square().sum())
 
 

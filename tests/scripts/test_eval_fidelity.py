@@ -85,6 +85,39 @@ def test_constants_are_made_on_the_device_of_the_keys(script, model, name):
     assert (output.device.type, output.shape) == ("meta", query.shape)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([4.0, 6.0, 2.0, 5.0])])
+def test_layer_errors_are_those_of_the_softmax_with_the_learned_sink(script, sinks):
+    """Against one more logit per head with a value of zero, query by query."""
+    torch.manual_seed(0)
+    length, first = 400, SEGMENTS.sink + SEGMENTS.recent
+    query, key, value = 4 * torch.randn(1, 4, length, 64), torch.randn(1, 2, length, 64), torch.randn(1, 2, length, 64)
+    call = AttentionCall(0, query, key, value, 0.125, None, torch.nn.Module(), None, sinks)
+    stored = key[0] + 0.3 * torch.randn_like(key[0]), value[0] + 0.3 * torch.randn_like(value[0])
+    kl, error, scale = [], 0.0, 0.0
+    for head in range(4):
+        exact_key, exact_value = key[0, head // 2].double(), value[0, head // 2].double()
+        more = torch.empty(0) if sinks is None else sinks[head : head + 1]
+        for position in torch.linspace(first, length - 1, script.fidelity_layers.QUERIES).long().tolist():
+            token = torch.arange(position + 1)
+            history = ((token >= SEGMENTS.sink) & (token <= position - SEGMENTS.recent))[:, None]
+            outputs, weights = [], []
+            for paged in (torch.zeros_like(history), history):
+                k, v = (
+                    torch.where(paged, part[head // 2, : position + 1].double(), whole[: position + 1])
+                    for part, whole in zip(stored, (exact_key, exact_value), strict=True)
+                )
+                logits = k @ query[0, head, position].double() * 0.125
+                weights.append(torch.cat([logits, more.double()]).softmax(-1))
+                outputs.append(weights[-1][: position + 1] @ v)
+            p, q = weights
+            kl.append((p * (p / q).log()).sum().item())
+            error += (outputs[1] - outputs[0]).square().sum().item()
+            scale += outputs[0].square().sum().item()
+    actual = script.fidelity_layers.layer_errors(call, lambda key, value: stored, SEGMENTS)
+    assert actual == pytest.approx((sum(kl) / len(kl), error / scale), rel=1e-4)
+    assert actual[0] > 0.01
+
+
 def test_a_codec_on_another_device_is_noticed(script):
     codec = script.rotated(torch.eye(64), 2, 0.96, 0.92)
     key = torch.empty(2, 256, 64, device="meta")
@@ -331,6 +364,17 @@ def test_the_default_text_is_none_that_calibration_uses(script):
     assert len(text) > 800_000
     lines = {line.strip() for document in load_documents(None) for line in document.splitlines() if len(line) > 60}
     assert not lines & {line.strip() for line in text.splitlines()}
+
+
+def test_a_module_that_is_a_package_is_read(script, tmp_path, monkeypatch):
+    """As Python 3.12's zipfile."""
+    for module in script.CODE_MODULES[1:]:
+        (tmp_path / f"{module}.py").write_text(f"source of {module}")
+    package = script.CODE_MODULES[0]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"source of {package}")
+    monkeypatch.setattr(script.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert script.read_text("code") == "\n\n".join(f"source of {module}" for module in script.CODE_MODULES)
 
 
 @pytest.mark.slow
