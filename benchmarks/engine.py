@@ -43,6 +43,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 96
+PAGE_TOKENS = 128
 Shape = tuple[int, int]
 """Tokens of context and requests."""
 
@@ -105,7 +106,9 @@ def measure_steps(engine: Engine, arguments: argparse.Namespace) -> Iterator[dic
     """A row for each shape: time of a prefill, and of a decode step on a full prefix hit."""
     read: dict[int, list[float]] = {}
     for context, requests in arguments.shapes:
-        chosen, seconds = prompts(arguments, context, requests), read.setdefault(context, [])
+        # One token behind the last whole page: a hit leaves a prefill of a single token, in every dtype.
+        whole = context // PAGE_TOKENS * PAGE_TOKENS + 1
+        chosen, seconds = prompts(arguments, whole, requests), read.setdefault(context, [])
         for prompt in chosen[len(seconds) :]:
             seconds.append(engine.generate([prompt], 1)[0])
             print(f"prefill of {context} tokens: {seconds[-1]:.2f} s", flush=True)
@@ -118,7 +121,7 @@ def measure_steps(engine: Engine, arguments: argparse.Namespace) -> Iterator[dic
             "batch": requests,
             "ms_per_step": 1e3 * (long - short) / STEPS,
             "prefill_s": min(seconds),
-            "prefill_tokens_per_s": context / min(seconds),
+            "prefill_tokens_per_s": whole / min(seconds),
             "hit_tokens": min(output.num_cached_tokens or 0 for output in runs[0][0][1]),
         }
 
