@@ -429,8 +429,8 @@ def _attend_kernel(
     start = tl.maximum(begin - window_tiles, 0) + first_page
     if PDL:
         if end > window_tiles:
-            # While tokens are written and queries prepared, the first page comes as far as the L2 cache. No token may be
-            # read before the wait: a prompt may hit a page whose last token another request appends in this step.
+            # While tokens are written and queries prepared, the first page comes as far as the L2 cache. No token may
+            # be read before the wait: a prompt may hit a page whose last token another request appends in this step.
             page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
             prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, PAGE_BYTES - 1)).to(tl.int64))
         gdc_wait()
