@@ -95,6 +95,9 @@ KEPT = 200
 """Differences, and violations of one kind, that are kept in full; all are counted."""
 STARTUP_SECONDS = 900
 IDLE_SECONDS = 60
+CONNECTION_SECONDS = 1.0
+"""Connections idle for longer are not reused. ``vllm serve`` closes them after 5 s, VLLM_HTTP_TIMEOUT_KEEP_ALIVE, and
+5 s is the clients' default too: a request sent at that moment is lost without any fault of the server."""
 FULL_REQUESTS, WINDOW_BLOCKS = 2.5, 64
 """The pool holds this many requests of full length; each has about that many blocks beside those of 128 tokens."""
 FULL_POOL = 0.9
@@ -112,6 +115,12 @@ class ServerDied(Exception):
 
 class NoAnswerAlone(Exception):
     """An idle server did not answer; the record says why."""
+
+
+def described(error: BaseException) -> str:
+    """An error in one line, with what caused it: the clients say no more than "Connection error" themselves."""
+    cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {error}{cause}"
 
 
 # ------------------------------------------------------------------------------------------- questions and answers
@@ -521,7 +530,7 @@ class Server:
 
 
 def gpu_memory_mib() -> float | None:
-    """Memory in use on all GPUs that ``nvidia-smi`` shows; None without one."""
+    """Memory in use on all GPUs that ``nvidia-smi`` shows, other processes' included; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -596,7 +605,7 @@ class Record:
         answers = ", ".join(f"{self.verdicts[verdict]} {verdict}" for verdict in ("equal", "tie", "wrong"))
         drift = self.drift.summary()
         moved = " ".join(f"{name} {drift[name]:.3f}" for name in ("rms", "p99", "max") if name in drift)
-        memory = {name: self.memory[-1][name] for name in ("rss_mib", "gpu_mib")} if self.memory else {}
+        memory = {name: self.memory[-1][name] for name in ("rss_mib", "all_gpus_mib")} if self.memory else {}
         return (
             f"{self.seconds:7.0f} s  answers {answers}; drift {moved}; pool full {self.full_share:.0%} of the time; "
             f"{self.metrics.get('vllm:num_preemptions_total', 0):.0f} preemptions; "
@@ -645,11 +654,15 @@ class Soak:
         self.questions: list[Question] = []
         self.conversations: list[list[Question]] = []
         self.can_reset = True
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.http = httpx.AsyncClient(base_url=url, timeout=60, limits=limits)
+        limits: dict[str, Any] = {
+            "max_connections": None, "max_keepalive_connections": None, "keepalive_expiry": CONNECTION_SECONDS,
+        }  # fmt: skip
+        self.http = httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(**limits))
+        openai_limits = type(openai.DEFAULT_CONNECTION_LIMITS)(**limits)  # of httpx or httpx2, by the version of openai
         self.client = openai.AsyncOpenAI(
-            base_url=url + "/v1", api_key="none", max_retries=0, timeout=options.request_timeout
-        )
+            base_url=url + "/v1", api_key="none", max_retries=0, timeout=options.request_timeout,
+            http_client=openai.DefaultAsyncHttpxClient(limits=openai_limits),
+        )  # fmt: skip
 
     # ---- single requests ----
 
@@ -703,7 +716,7 @@ class Soak:
             answer = await self.ask(question, **more)
         except openai.OpenAIError as error:
             await self.check_alive()
-            self.record.violation("error", f"{question.name}: {type(error).__name__}: {error}")
+            self.record.violation("error", f"{question.name}: {described(error)}")
             return None
         if not answer.finite:
             wrong = sum(not math.isfinite(value) for value in answer.logprobs)
@@ -880,7 +893,7 @@ class Soak:
             pass
         except httpx.HTTPError as error:
             await self.check_alive()
-            self.record.violation("error", f"a request that was to be cut off: {type(error).__name__}: {error}")
+            self.record.violation("error", f"a request that was to be cut off: {described(error)}")
 
     async def not_compared(self, name: str, prompt: str, count: int, max_tokens: int, **more: Any) -> None:
         """``count`` answers to a prompt at once, not streamed: the client must not be what limits the load."""
@@ -890,7 +903,7 @@ class Soak:
             )
         except openai.OpenAIError as error:
             await self.check_alive()
-            self.record.violation("error", f"{name}: {type(error).__name__}: {error}")
+            self.record.violation("error", f"{name}: {described(error)}")
             return
         columns = [choice.logprobs and choice.logprobs.token_logprobs for choice in completion.choices]
         finite = [column and all(value is not None and math.isfinite(value) for value in column) for column in columns]
@@ -987,7 +1000,7 @@ class Soak:
             await asyncio.sleep(1)
         if await self.reset_prefix_cache() is False:
             self.record.violation("leak", "the engine refuses to reset the prefix cache: blocks are in use")
-        sample: dict[str, float | None] = {"seconds": round(self.record.seconds, 1), "gpu_mib": gpu_memory_mib()}
+        sample: dict[str, float | None] = {"seconds": round(self.record.seconds, 1), "all_gpus_mib": gpu_memory_mib()}
         sample["rss_mib"] = round(self.server.memory_mib(), 1) if self.server is not None else None
         self.record.memory.append(sample)
 
@@ -1021,7 +1034,7 @@ class Soak:
         except (httpx.HTTPError, openai.OpenAIError) as error:
             try:
                 await self.check_alive()
-                self.record.violation("error", f"{type(error).__name__}: {error}")
+                self.record.violation("error", described(error))
             except ServerDied as death:
                 self.died(death)
         finally:
@@ -1056,7 +1069,7 @@ class Soak:
         record.metrics = await self.metrics()
         if corrupted := record.metrics.get("vllm:corrupted_requests_total", 0):
             record.violation("not finite", f"the engine counts {corrupted:.0f} requests with NaN in their logits")
-        for name in ("rss_mib", "gpu_mib"):
+        for name in ("rss_mib", "all_gpus_mib"):
             grown = growth([sample[name] for sample in record.memory])
             if grown is not None and grown > GROWTH_MIB:
                 record.violation("growth", f"{name} grew by {grown:.0f} MiB from the middle to the end of the run")
@@ -1227,7 +1240,7 @@ def lines_of(run: dict) -> list[str]:
         f"{pool['generation_tokens']:.0f} generated tokens",
     ]
     lines += [f"{name:15}{numbers(points, 1000, 1)} ms" for name, points in run["latency_seconds"].items()]
-    for name, key in (("memory", "rss_mib"), ("GPU memory", "gpu_mib")):
+    for name, key in (("memory", "rss_mib"), ("all GPUs", "all_gpus_mib")):
         samples = [sample[key] for sample in run["memory"] if sample[key] is not None]
         if samples:
             lines.append(f"{name:15}{samples[0]:.0f} MiB first, {max(samples):.0f} peak, {samples[-1]:.0f} at the end")

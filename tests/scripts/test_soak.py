@@ -5,6 +5,7 @@ Faults come from `Stub`, a small server that answers like ``vllm serve`` and mis
 the real thing on a random model: one minute of traffic, and a run whose engine is killed.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import vllm.envs
 
 from scripts import soak
 from tests.engine.conftest import ROOT, environment
@@ -291,6 +293,9 @@ class StubHandler(BaseHTTPRequestHandler):
     def answer(self, body: dict, busy: bool) -> None:
         fault = self.server.fault
         time.sleep(0.002)
+        if fault == "dropped" and busy:
+            self.connection.close()
+            return
         if fault == "error" and busy:
             self.reply(400, {"error": {"message": "out of memory"}})
             return
@@ -348,6 +353,7 @@ FAULTS = {
     "NaN": "not finite",
     "counted NaN": "not finite",
     "error": "error",
+    "dropped": "error",
     "usage stays": "leak",
     "reset refused": "leak",
     "malformed": "malformed",
@@ -372,9 +378,46 @@ def test_every_fault_is_found(fault, tmp_path, monkeypatch, capsys):
     if fault == "none":
         assert result["checked"]["equal"] > 30
         assert {"burst", "fill", "abort", "conversation", "malformed", "sampled"} <= result["traffic"].keys()
+    if fault == "dropped":
+        assert all(", from R" in violation["detail"] for violation in result["violations"])
     if fault == "wrong":
         wrong = result["checked"]["differences"][0]
         assert wrong["alone"] != wrong["answer"] == wrong["alone"][:-1] + "#"
+
+
+def test_connections_are_given_up_before_the_server_closes_them():
+    """A server that drops what comes on a connection idle for 2 s, as one does that is just closing it."""
+    dropped = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answered = None
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                if answered is not None and time.monotonic() - answered > 2:
+                    dropped.append(time.monotonic() - answered)
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 12\r\n\r\n")
+                writer.write(b'{"data": []}')
+                await writer.drain()
+                answered = time.monotonic()
+        writer.close()
+
+    async def talk() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = soak.parse(["--base-url", url])
+        client = soak.Soak(url, None, options, BOUNDS, 1.0, lambda _: None)
+        for pause in (0, 2.3):
+            await asyncio.sleep(pause)
+            assert (await client.http.get("/health")).status_code == 200
+            assert (await client.client.models.list()).data == []
+        await client.http.aclose()
+        await client.client.close()
+        server.close()
+
+    asyncio.run(talk())
+    assert dropped == []
+    assert soak.CONNECTION_SECONDS < vllm.envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE / 2
 
 
 def test_a_run_that_did_not_exercise_the_server_fails(tmp_path):
