@@ -225,6 +225,45 @@ def test_restart(engines: Engines) -> None:
     assert first["mixed"] == second["mixed"]
 
 
+# ----------------------------------------------------------------------------------------------- the yardstick
+
+
+def answers(lengths: list[int], drift: float, margin: float = 0.06, size: int = 24) -> tuple[dict, dict]:
+    """Results of two engines whose answers are the same for these numbers of tokens."""
+    same = {"prompt_logprobs": None, "margins": [[margin] * size]}
+    one, other = [], []
+    for length in lengths:
+        one.append(same | {"token_ids": [[1] * size], "logprobs": [[-1.0] * size]})
+        other.append(same | {"token_ids": [[1] * length + [2] * (size - length)], "logprobs": [[-1.0 - drift] * size]})
+    return {"mixed": [one]}, {"mixed": [other]}
+
+
+EFFECT = distance(*answers([12, 16, 14, 24], 0.5, 0.5), ("mixed",))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drift", "more"),
+    [([20, 24, 14, 24], 0.05, {}), ([24] * 4, 0.05, {}), ([38, 30, 45], 0.05, {"size": 150})],
+)
+def test_runs_with_ties_are_alike(lengths: list[int], drift: float, more: dict) -> None:
+    """Answers of another length may part later than half of the effect's, whatever share of them that is."""
+    assert_alike(distance(*answers(lengths, drift, **more), ("mixed",)), EFFECT)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drift", "more"),
+    [
+        ([24] * 4, 0.6, {}),  # moved more than by quantization
+        ([20, 24, 14, 24], 0.05, {"margin": 0.9}),  # parted at tokens that were certain
+        ([10, 10], 0.05, {}),  # compared on next to nothing
+        ([6] * 10, 0.05, {}),  # parted sooner than quantization parts them
+    ],
+)
+def test_runs_that_are_not_alike(lengths: list[int], drift: float, more: dict) -> None:
+    with pytest.raises(AssertionError):
+        assert_alike(distance(*answers(lengths, drift, **more), ("mixed",)), EFFECT)
+
+
 # ------------------------------------------------------------------------------------------------ the table
 
 

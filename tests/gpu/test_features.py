@@ -53,7 +53,7 @@ SCORE |= {"prompt_logprobs": 1}
 MIXED = {"name": "mixed", "kind": "generate", "prompts": prompts([5, 130, 300, 444, 700, 911, 1500], seed=72)}
 MIXED |= {"max_tokens": 24}
 PERIODIC = {"name": "periodic", "kind": "generate", "max_tokens": 150}
-PERIODIC |= {"prompts": [pattern * 12 for pattern in prompts([30, 50, 61], seed=73)]}
+PERIODIC |= {"prompts": [pattern * 12 for pattern in prompts([30, 37, 44, 50, 56, 61], seed=73)]}
 COUNTERS = {"name": "counters", "kind": "counters"}
 LONG = prompts([40, 700, 1100], seed=74)
 BEAMS = {"name": "beams", "kind": "beams", "prompts": LONG, "width": 4, "max_tokens": 12}
