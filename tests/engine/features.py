@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 
 ENGINE, UNIT, GPU = "tests/engine/", "tests/oscar_vllm/", "tests/gpu/test_engine.py::"
+GPU_FEATURES = "tests/gpu/test_features.py::"
 FLOAT, FEATURES = ENGINE + "test_float_payload.py::", ENGINE + "test_features.py::"
 PLUGIN, COMPAT = UNIT + "test_plugin.py::", UNIT + "test_compat.py::"
 REFUSAL = ENGINE + "test_refusals.py::test_refused_in_one_line"
@@ -75,6 +76,8 @@ TABLE = [
         ("speculation: draft model", "yes", FEATURES + "test_speculation", "The draft's cache keeps its own dtype."),
         ("speculation: EAGLE", "yes", FEATURES + "test_speculation", "As above."),
         ("speculation: MTP", "yes", FEATURES + "test_speculation", "As above."),
+        ("speculation in hybrid models, on a CPU", "no",
+         PLUGIN + "test_speculation_in_hybrid_models_is_refused_on_a_cpu"),
         ("`oscar_int2` as the draft's dtype", "no",
          PLUGIN + "test_an_explicit_draft_dtype_is_kept_unless_it_is_ours"),
         ("EAGLE or MTP on vLLM 0.32's V2 runner", "no",
@@ -88,9 +91,11 @@ TABLE = [
         ("restart with the same artifact", "yes", FEATURES + "test_restart", "Answers are equal to the last bit."),
         ("tensor parallelism", "yes", FLOAT + "test_tensor_parallel"),
         ("tensor parallelism with fewer KV heads than ranks", "yes", FEATURES + "test_fewer_kv_heads_than_ranks"),
-        ("pipeline parallelism", "untested", "", "vLLM 0.32 does not run it on a CPU."),
+        ("pipeline parallelism", "yes", GPU_FEATURES + "test_pipeline_parallel",
+         "vLLM 0.32 does not run it on a CPU."),
         ("data parallelism", "yes", ENGINE + "test_serve.py::test_data_parallel", "Every engine has its own cache."),
-        ("sleep mode", "untested", "", "Rotations come back after level 2 when the weights are loaded again."),
+        ("sleep mode, levels 1 and 2", "yes", GPU_FEATURES + "test_sleep",
+         "Rotations come back after level 2 when the weights are loaded again."),
         ("decode and prefill context parallelism", "no", REFUSAL),
         ("dual-batch overlap", "no", OPTION_REFUSAL),
         ("vLLM other than 0.32 and 0.33", "no",
@@ -113,11 +118,16 @@ TABLE = [
          "The sinks are in every softmax that calibration computes."),
         ("images (BLIP-2)", "yes", FEATURES + "test_images"),
         ("AWQ and GPTQ weights", "yes", FEATURES + "test_quantized_weights", "Calibrate the model as it is served."),
-        ("FP8 weights", "untested", "", "As above."),
+        ("FP8 weights", "yes", GPU_FEATURES + "test_models_and_weights", "As above."),
+        ("float16", "yes", GPU_FEATURES + "test_models_and_weights"),
         ("sliding windows in every layer", "no", REFUSAL, "Nothing to compress."),
         ("logit soft caps (Gemma 2)", "no", REFUSAL),
         ("latent attention (MLA)", "no", REFUSAL),
-        ("Mamba and linear-attention hybrids", "no", REFUSAL),
+        ("hybrids with Mamba2 (Granite 4 geometry)", "yes", ENGINE + "test_hybrids.py::test_tokens",
+         "Prefix hits are whole blocks, sized by the states."),
+        ("prefix caching in hybrids", "yes", ENGINE + "test_hybrids.py::test_prefix_hits"),
+        ("hybrids with linear attention (Qwen3-Next)", "untested", "", "Blocks and states as with Mamba2."),
+        ("models without attention", "no", REFUSAL),
         ("bidirectional attention over images (Gemma 3 with images)", "no",
          PLUGIN + "test_kinds_of_models_that_are_refused"),
         ("encoders, cross attention", "no", REFUSAL),
