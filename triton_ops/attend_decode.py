@@ -426,15 +426,11 @@ def _attend_kernel(
     blocks = tl.num_programs(1)
     out_row = tl.arange(0, ROWS)
 
-    start = tl.maximum(begin - window_tiles, 0) + first_page
-    if PDL:
-        if end > window_tiles:
-            # While tokens are written and queries prepared, the first page comes as far as the L2 cache. No token may
-            # be read before the wait: a prompt may hit a page whose last token another request appends in this step.
-            page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
-            prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, PAGE_BYTES - 1)).to(tl.int64))
-        gdc_wait()
+    # No token may be read before the wait, not even an old one: a prompt may hit a page whose last token another
+    # request appends in this step.
     if begin < window_tiles:
+        if PDL:
+            gdc_wait()
         COLUMNS: tl.constexpr = 8 if ROWS < 8 else ROWS
         dim = tl.arange(0, HEAD_SIZE)
         column = tl.arange(0, COLUMNS)
@@ -476,6 +472,13 @@ def _attend_kernel(
         tl.store(stats_ptr + slot * (2 * ROWS) + column, m, mask=column < ROWS)
         tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + column, total, mask=column < ROWS)
 
+    start = tl.maximum(begin - window_tiles, 0) + first_page
+    if PDL:
+        if end > window_tiles:
+            # While tokens are written and queries prepared, the first page comes as far as the L2 cache.
+            page = tl.load(page_table + start).to(tl.int64) * page_stride + head * page_stride_head
+            prefetch((codes_ptr + page + tl.minimum(tl.arange(0, HEAD_SIZE) * 128, PAGE_BYTES - 1)).to(tl.int64))
+        gdc_wait()
     if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
         fragments = ()

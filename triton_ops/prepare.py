@@ -61,7 +61,7 @@ LOG2_E = math.log2(math.e)
 
 def matrix_step(head_size: int) -> int:
     """Rows of the matrix a program multiplies with at a time: all of them up to head size 128."""
-    return head_size if head_size <= 128 else 64
+    return head_size if head_size <= 128 else 32
 
 
 @functools.cache
