@@ -246,26 +246,26 @@ class Case:
         )
 
 
-def check_demote(variant: Variant, device: str) -> float:
+def page_mismatch(case: Case, launch: Callable[[], None]) -> float:
     """Share of page bytes that differ from the reference, which runs on the CPU for its IEEE division."""
-    case = Case([(100, 300), (383, 1)], device)
     expected = case.pages.cpu()
     moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.cache().items()}
     moved |= {"codec": case.codec.to("cpu"), "pages": expected}
     reference.demote(case.key.cpu(), case.value.cpu(), **moved)
-    case.demote(variant)
+    launch()
     return float((case.pages.cpu() != expected).double().mean())
+
+
+def check_demote(variant: Variant, device: str) -> float:
+    """`page_mismatch` of `demote`."""
+    case = Case([(100, 300), (383, 1)], device)
+    return page_mismatch(case, lambda: case.demote(variant))
 
 
 def check_step(_: Variant, device: str) -> float:
-    """Share of page bytes that differ from the reference's after one launch for the whole step."""
+    """`page_mismatch` of one launch for a decode step."""
     case = Case([(1023, 1), (1000, 1), (511, 1)], device)
-    expected = case.pages.cpu()
-    moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.cache().items()}
-    moved |= {"codec": case.codec.to("cpu"), "pages": expected}
-    reference.demote(case.key.cpu(), case.value.cpu(), **moved)
-    case.one_launch(case.queries())
-    return float((case.pages.cpu() != expected).double().mean())
+    return page_mismatch(case, lambda: case.one_launch(case.queries()))
 
 
 def check_prefill(variant: Variant, device: str) -> float:

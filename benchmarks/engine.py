@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from triton_ops.layout import PAGE_TOKENS
+
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -43,7 +45,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = 96
-PAGE_TOKENS = 128
 Shape = tuple[int, int]
 """Tokens of context and requests."""
 

@@ -333,14 +333,17 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
         CUDA graphs keep reading the tensors of the first time.
         """
-        if self.codec is self.loaded_codec:
+        first = self.codec is self.loaded_codec
+        if first:
             self.codec = self.loaded_codec.to(current_platform.device_type)
-            if self.uses_kernels:
-                self.query_matrix = QueryMatrix.of(self.codec)
         for (_, tensor), (_, loaded) in zip(self.codec.tensors(), self.loaded_codec.tensors(), strict=True):
             tensor.copy_(loaded)
         if self.uses_kernels:
-            self.query_matrix.copy_(QueryMatrix.of(self.codec))
+            matrix = QueryMatrix.of(self.codec)
+            if first:
+                self.query_matrix = matrix
+            else:
+                self.query_matrix.copy_(matrix)
             self.workspace = _decode_workspace(
                 self.max_requests, self.max_query_len, self.num_heads, self.num_kv_heads, self.layout.head_size
             )

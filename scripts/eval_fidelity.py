@@ -211,7 +211,7 @@ def _html_text(page: Path) -> str:
     return re.sub(r"\n\s*\n+", "\n\n", "".join(parser.parts)).strip()
 
 
-def _module_source(library: Path, module: str) -> str:
+def module_source(library: Path, module: str) -> str:
     """A module's source; of a package (zipfile since Python 3.12) that of its ``__init__``."""
     path = library / f"{module}.py"
     return (path if path.exists() else library / module / "__init__.py").read_text(encoding="utf-8")
@@ -225,7 +225,7 @@ def read_text(name: str) -> str:
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "code":
         library = Path(sysconfig.get_path("stdlib"))
-        return "\n\n".join(_module_source(library, module) for module in CODE_MODULES)
+        return "\n\n".join(module_source(library, module) for module in CODE_MODULES)
     path = Path(name)
     if path.is_dir():
         return "\n\n".join(_html_text(page) for page in sorted(path.glob("*.html")))

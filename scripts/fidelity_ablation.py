@@ -34,7 +34,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eval_fidelity import BLOCK, Score, append_csv, evaluation_windows, first_position, log_probabilities, provenance
+from eval_fidelity import (
+    BLOCK,
+    Score,
+    append_csv,
+    evaluation_windows,
+    first_position,
+    log_probabilities,
+    module_source,
+    provenance,
+)
 from fidelity_layers import attention_kl
 
 from calib.capture import AttentionCall, attention_weights, intercept_attention
@@ -57,8 +66,8 @@ MODULES = ("turtle", "doctest", "difflib", "inspect", "optparse", "mailbox", "im
 def other_text() -> str:
     """Documentation strings of PyTorch and library modules."""
     library = Path(sysconfig.get_path("stdlib"))
-    documents = [Path(torch.__file__).parent / "_torch_docs.py", *(library / f"{module}.py" for module in MODULES)]
-    return "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
+    torch_docs = (Path(torch.__file__).parent / "_torch_docs.py").read_text(encoding="utf-8")
+    return "\n\n".join([torch_docs, *(module_source(library, module) for module in MODULES)])
 
 
 def output_metric(call: AttentionCall) -> Tensor:
