@@ -90,6 +90,20 @@ class Configuration:
     store: Callable[[int], Store | None] | None
     engine: dict[str, Any] | None = None
 
+    def served(self, **oscar: Any) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM``, with other options ``oscar`` of the plugin; empty: vLLM's own cache.
+
+        Raises:
+            SystemExit: vLLM does not serve it.
+
+        """
+        if self.engine is None:
+            raise SystemExit("vLLM serves bf16, uncalibrated and --artifact NAME=DIR only")
+        if not self.engine:
+            return {}
+        options = self.engine["additional_config"]["oscar"] | oscar
+        return self.engine | {"additional_config": {"oscar": options}}
+
     def attention(self, segments: Segments) -> Callable[[AttentionCall], Tensor]:
         """The handler for `intercept_attention`."""
         store = self.store
@@ -332,19 +346,16 @@ def evaluate_engine(
     model: str, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments, dtype: str
 ) -> dict[str, Score]:
     """The same scores from vLLM; the exact model is vLLM's own with its unquantized cache."""
-    unserved = [name for name, configuration in chosen.items() if configuration.engine is None]
-    if unserved:
-        raise SystemExit(f"vLLM does not serve {', '.join(unserved)}; use bf16, uncalibrated and --artifact NAME=DIR")
+    engines = {name: configuration.served() for name, configuration in chosen.items()}
     first = first_position(segments)
     scores = {name: Score() for name in chosen}
     with fidelity_engine.scored(model, windows, first, dtype, {}) as exact:
-        for name, configuration in chosen.items():
+        for name, engine in engines.items():
             start = time.monotonic()
             with ExitStack() as stack:
                 actual = exact  # an engine without arguments is the exact one
-                if configuration.engine:
-                    engine = fidelity_engine.scored(model, windows, first, dtype, configuration.engine)
-                    actual = stack.enter_context(engine)
+                if engine:
+                    actual = stack.enter_context(fidelity_engine.scored(model, windows, first, dtype, engine))
                 for window, p, q in zip(windows, exact, actual, strict=True):
                     scores[name].add(torch.from_numpy(p[:]), torch.from_numpy(q[:]), window[first + 1 :])
             scores[name].seconds = time.monotonic() - start
@@ -484,8 +495,12 @@ def main() -> None:
 
     if options.retrieval:
         texts = {Path(name).name: read_text(name) for name in options.text.split(",")}
-        with torch.inference_mode():
-            by_depth, answers = fidelity_retrieval.evaluate(load_model(), tokenizer, texts, chosen, segments, options)
+        if options.engine == "vllm":
+            by_depth, answers = fidelity_retrieval.evaluate_engine(tokenizer, texts, chosen, segments, options)
+        else:
+            with torch.inference_mode():
+                evaluated = fidelity_retrieval.evaluate(load_model(), tokenizer, texts, chosen, segments, options)
+            by_depth, answers = evaluated
         print(fidelity_retrieval.table(by_depth))
         print(fidelity_answers.table(answers))
         record(by_depth, "_retrieval", fidelity_retrieval.FIELDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token distributions and continuations from vLLM, for `eval_fidelity.py` and `sweep_text.py`.
+"""Next-token distributions, answers and continuations from vLLM, for `eval_fidelity.py` and `sweep_text.py`.
 
 One engine process per call. For distributions the process computes prompt log-probabilities and keeps the logits behind
 them (as scripts/quickstart.py does), so that they are complete; ``prefill="invariant"`` makes a position of the window
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fidelity_answers import Case
 from torch import Tensor
 
 
@@ -87,6 +88,32 @@ def continued(
         return Continuations(**json.loads((folder / "result.json").read_text()))
 
 
+def answers(
+    model: str, cases: list[Case], dtype: str, engine: dict[str, Any], *, prefix_hits: bool
+) -> list[list[bool]]:
+    """For each answer of each case whether greedy decoding writes it behind all that stands before it.
+
+    Args:
+        model: folder or hub id.
+        cases: prompts with their answers, of any lengths.
+        dtype: of the model.
+        engine: further arguments of ``vllm.LLM``.
+        prefix_hits: read each text before its questions are asked, so that these find it in the prefix cache; else
+            each question is a prompt of its own.
+
+    Raises:
+        SystemExit: the engine failed, or a question did not find its text; the end of its log is the message.
+
+    """
+    questions = [
+        [(case.ids[:start].tolist(), case.ids[start:end].tolist()) for start, end in case.answers] for case in cases
+    ]
+    length = max(len(case.ids) for case in cases) + 1
+    options = {"max_num_seqs": 8, "enable_prefix_caching": prefix_hits, **engine}
+    with _engine(model, length, dtype, options, {"questions": questions, "prefix_hits": prefix_hits}) as folder:
+        return json.loads((folder / "result.json").read_text())
+
+
 @contextmanager
 def _engine(model: str, length: int, dtype: str, engine: dict[str, Any], job: dict[str, Any]) -> Iterator[Path]:
     """Run a job for texts of up to ``length`` tokens in a process of its own; the folder holds its results."""
@@ -122,6 +149,8 @@ def _run(folder: Path) -> None:
     llm = LLM(job["model"], **job["engine"])
     if "prompts" in job:
         (folder / "result.json").write_text(json.dumps(_continue(llm, **job)))
+    elif "questions" in job:
+        (folder / "result.json").write_text(json.dumps(_answer(llm, job["questions"], job["prefix_hits"])))
     else:
         _score(llm, job, folder)
 
@@ -149,6 +178,27 @@ def _continue(
         nats.append([float(np.mean(loss[n:])) for loss, n in zip(losses, lengths, strict=True)])
         prompt_nats = [float(np.mean(loss[:n])) for loss, n in zip(losses, lengths, strict=True)]
     return {"tokens": tokens, "prompt_nats": prompt_nats, "nats": nats}
+
+
+def _answer(llm: Any, questions: list[list[tuple[list[int], list[int]]]], prefix_hits: bool) -> list[list[bool]]:
+    """`answers`, one text after the other, so that none is evicted before it was asked about."""
+    from vllm import SamplingParams
+
+    right = []
+    for asked in questions:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+        params = [SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True, detokenize=False)
+                  for _, answer in asked]  # fmt: skip
+        if prefix_hits:
+            llm.generate(min(prompts, key=lambda prompt: len(prompt["prompt_token_ids"])), params[0], use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
+            if prefix_hits and 2 * (output.num_cached_tokens or 0) < len(output.prompt_token_ids):
+                found = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)}"
+                raise SystemExit(f"only {found} tokens of a question were in the prefix cache")
+        right.append([list(output.outputs[0].token_ids) == answer
+                      for output, (_, answer) in zip(outputs, asked, strict=True)])  # fmt: skip
+    return right
 
 
 def _score(llm: Any, job: dict[str, Any], folder: Path) -> None:

@@ -4,8 +4,9 @@
 A prompt is a stretch of the text with one sentence of the form "The secret number of NAME is 48213." at every depth
 asked for; after it the beginnings of those sentences follow in random order, each with its number. Which numbers the
 model writes is what fidelity_answers.py says. One depth alone is the single needle. Names, numbers, order and the
-stretch of text come from the seed; every configuration sees the same prompts. The whole prompt is read through the
-quantized cache, as in the scores, and a depth whose sentence would not lie in history is refused.
+stretch of text come from the seed; every configuration sees the same prompts. In transformers the whole prompt is read
+through the quantized cache, as in the scores; in vLLM as ``--prefill`` and ``--prefix-hits`` say. A depth whose
+sentence would not lie in history is refused.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fidelity_answers
+import fidelity_engine
 import torch
 from fidelity_answers import Case
 from torch import Tensor
@@ -53,6 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retrieval", action="store_true", help="needles in the text instead of scores")
     group.add_argument("--lengths", type=integers, default=[4096], help="tokens of a prompt, commas between (4096)")
     group.add_argument("--depths", type=integers, default=[10, 30, 50, 70, 90], help="percent (10,30,50,70,90)")
+    group.add_argument(
+        "--prefill",
+        default="invariant",
+        choices=("invariant", "exact"),
+        help="how oscar_int2 reads a prompt, with --engine vllm; exact is what is served by default (%(default)s)",
+    )
+    group.add_argument(
+        "--prefix-hits", action="store_true", help="with --engine vllm: ask when the text is in the prefix cache"
+    )
 
 
 def integers(text: str) -> list[int]:
@@ -148,9 +159,47 @@ def evaluate(
 
     """
     made = cases(tokenizer, texts, segments, options)
-    depths = sorted(options.depths)
     tasks = {length: [case for case, _ in pairs] for length, pairs in made.items()}
     results = fidelity_answers.score(model, tasks, chosen, segments, options.batch)
+    return _rows(made, results, texts, chosen, options, "retrieval")
+
+
+def evaluate_engine(
+    tokenizer: Any, texts: dict[str, str], chosen: dict[str, Any], segments: Segments, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same rows from what vLLM writes greedily behind each question; the exact model is vLLM's own.
+
+    Raises:
+        SystemExit: see `cases` and `fidelity_engine.answers`.
+
+    """
+    made = cases(tokenizer, texts, segments, options)
+    asked = [case for pairs in made.values() for case, _ in pairs]
+
+    def right(engine: dict[str, Any]) -> dict[int, list[list[bool]]]:
+        written = iter(
+            fidelity_engine.answers(options.model, asked, options.dtype, engine, prefix_hits=options.prefix_hits)
+        )
+        return {length: [next(written) for _ in pairs] for length, pairs in made.items()}
+
+    answers = {"exact": right({})}
+    for name, configuration in chosen.items():
+        engine = configuration.served(prefill=options.prefill)
+        answers[name] = right(engine) if engine else answers["exact"]
+    results = {length: {name: found[length] for name, found in answers.items()} for length in made}
+    task = f"retrieval {options.prefill}{' hits' if options.prefix_hits else ''}"
+    return _rows(made, results, texts, chosen, options, task)
+
+
+def _rows(
+    made: dict[int, list[tuple[Case, Haystack]]],
+    results: dict[int, dict[str, list[list[bool]]]],
+    texts: dict[str, str],
+    chosen: dict[str, Any],
+    options: argparse.Namespace,
+    task: str,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    depths = sorted(options.depths)
     by_depth = []
     for length, name in ((x, y) for x in results for y in chosen):
         hits = results[length][name]
@@ -162,7 +211,7 @@ def evaluate(
                 counts = {"needles": len(depths), "trials": len(column), "found": sum(column)}
                 by_depth.append(row | counts | {"bits": chosen[name].bits})
     seeds = " ".join(map(str, options.seeds))
-    described = {"task": "retrieval", "text": " ".join(texts), "seed": seeds}
+    described = {"task": task, "text": " ".join(texts), "seed": seeds}
     return by_depth, fidelity_answers.rows(results, lambda length: described | {"length": length}, chosen)
 
 

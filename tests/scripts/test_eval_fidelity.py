@@ -325,7 +325,7 @@ def test_what_cannot_be_evaluated_ends_in_one_line(script, model):
     with pytest.raises(SystemExit, match="the text has 5 tokens, 2 windows of 640 need 1280"):
         script.evaluation_windows("short", ByteTokenizer(), 2, 640)
     chosen = script.configurations(["bf16", "kivi2"], {}, model.config, SEGMENTS)
-    with pytest.raises(SystemExit, match="vLLM does not serve kivi2"):
+    with pytest.raises(SystemExit, match="vLLM serves bf16, uncalibrated and --artifact NAME=DIR only"):
         script.evaluate_engine("model", [], chosen, SEGMENTS, "float32")
 
 
@@ -391,3 +391,24 @@ def test_vllm_and_transformers_agree(script, tmp_path):
     assert actual["kl"] == pytest.approx(expected["kl"], rel=0.02)
     assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
     assert actual["positions"] == expected["positions"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_hits", [False, True])
+def test_vllm_writes_the_answers_that_greedy_decoding_writes(script, tmp_path, prefix_hits):
+    """Right where the model goes on like that, wrong where one token differs; whether the text is cached or not."""
+    pytest.importorskip("vllm")
+    model = random_model(family="llama", kv_heads=2, group=2)
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor(ByteTokenizer()(TEXT * 60).input_ids[:700])
+    answers = importlib.import_module("fidelity_answers")
+    written = model.generate(ids[None], do_sample=False, max_new_tokens=4, min_new_tokens=4)[0]
+    other = written.clone()
+    other[-1] = (other[-1] + 1) % model.config.vocab_size
+    cases = [answers.Case(text, [(700, 703), (701, 704)]) for text in (written, other)]
+    with torch.inference_mode():
+        assert answers.right(model, cases) == [[True, True], [True, False]]
+    actual = importlib.import_module("fidelity_engine").answers(
+        str(tmp_path), cases, "float32", {}, prefix_hits=prefix_hits
+    )
+    assert actual == [[True, True], [True, False]]
