@@ -155,7 +155,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             impl = self.impl
             grid = impl.workspace.grid(
                 num_requests=num_decodes,
-                max_query_len=threshold if num_prefills else common.max_query_len,
+                # Compiled for single tokens and for the most drafts, not for what this step happens to hold.
+                max_query_len=threshold if num_prefills or common.max_query_len > 1 else 1,
                 num_query_heads=impl.num_heads,
                 num_kv_heads=impl.num_kv_heads,
                 head_size=impl.layout.head_size,
@@ -362,6 +363,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             prefill=self.settings.options.prefill,
             dtype=dtype,
             max_query_len=self.max_query_len,
+            max_requests=self.max_requests,
+            has_sinks=self.sinks is not None,
         )
         self_test_once(kernels, torch.device(current_platform.device_type, torch.cuda.current_device()))
 

@@ -15,7 +15,7 @@ compared with the reference on the CPU::
 
 The first sequence has everything, the second lost its recent tokens as after a prefix hit. The first decoded token
 completes a page; at the second the edge of the recent tokens lies inside a page. It takes a fraction of a second once
-the kernels are compiled, and compiles those that the first requests would wait for.
+the kernels are compiled, and compiles all that requests would wait for (warm_up.py).
 
 Keys and queries are drawn in the codec's own coordinates, at the scale it was fitted to, and queries are scaled so that
 logits have a standard deviation of `LOGIT_SPREAD`: a dozen tokens share most of a query's weight, and one token read
@@ -36,6 +36,7 @@ from torch import Tensor
 from oscar_vllm.errors import OscarSelfTestError
 from oscar_vllm.prefill import PrefillBuffers, attend_long
 from oscar_vllm.rotation import plain_tensors
+from oscar_vllm.warm_up import decode_launches, in_background
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
@@ -71,6 +72,8 @@ class LayerKernels:
         prefill: ``"exact"`` or ``"invariant"``.
         dtype: bfloat16 or float16, of queries, keys, values and windows.
         max_query_len: most tokens of a decode query, 1 without speculation.
+        max_requests: most requests of a decode step.
+        has_sinks: whether heads have learned sinks, for which a log-sum-exp is needed.
 
     """
 
@@ -83,13 +86,15 @@ class LayerKernels:
     prefill: reference.Prefill
     dtype: torch.dtype
     max_query_len: int = 1
+    max_requests: int = 2
+    has_sinks: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """Equal for layers that run the same compiled kernels."""
         codec = self.codec
         quantizers = [(q.kind, q.constant < 1.0) for q in (codec.key_quantizer, codec.value_quantizer)]
-        segments = (self.sink, self.recent, self.prefill, self.max_query_len)
+        segments = (self.sink, self.recent, self.prefill, self.max_query_len, self.max_requests, self.has_sinks)
         return (self.layout, codec.num_kv_heads, self.num_query_heads, self.dtype, *segments, *quantizers)
 
 
@@ -125,8 +130,11 @@ def self_test(
         OscarSelfTestError: a kernel fails or differs from the reference by more than rounding explains.
 
     """
-    with torch.no_grad(), plain_tensors():
-        test = _SelfTest(layer, torch.device(device))
+    device = torch.device(device)
+    gpu: dict[str, Any] = {"multiprocessors": multiprocessors, "capability": capability}
+    # The first launches below compile the kernels of prefill; those of decode are compiled meanwhile.
+    with torch.no_grad(), plain_tensors(), in_background(decode_launches(layer, device, **gpu), device) as wait:
+        test = _SelfTest(layer, device)
         test.write("the prompts", test.advance([0, 0], test.prompt_lengths))
         step = test.advance(test.prompt_lengths, [CHUNK, CHUNK])
         test.write("a chunk", step)
@@ -135,7 +143,9 @@ def self_test(
             plan = test.plan(step)
             test.gather(step, plan)
             test.prefill(step, plan)
-        decoder = test.decoder(multiprocessors=multiprocessors, capability=capability)
+        with test.kernel("attend_decode"):
+            wait()
+        decoder = test.decoder(**gpu)
         step = test.advance(test.seq_lens, [1, 1])
         test.write("a decoded token", step)
         test.decode(step, decoder, 1)

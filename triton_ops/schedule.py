@@ -288,6 +288,11 @@ def _schedule_kernel(
     tl.store(record + 12, whole_end, mask=stored)
 
 
+def request_block(requests: int) -> int:
+    """Requests a program of the schedule kernel looks at: one size for all small batches, because each is compiled."""
+    return max(64, triton.next_power_of_2(requests))
+
+
 @dataclass
 class DecodeSchedule:
     """Schedule of one step for all layers that share page and window tables. Its tensors stay where they are, so
@@ -352,7 +357,7 @@ class DecodeSchedule:
         self.grid = grid
         if grid.requests == 0:
             return
-        requests = triton.next_power_of_2(grid.requests)
+        requests = request_block(grid.requests)
         _schedule_kernel[(triton.cdiv(grid.entries, _ENTRIES_PER_PROGRAM),)](
             query_start_loc,
             seq_lens,
