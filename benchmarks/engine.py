@@ -4,7 +4,8 @@
 Random weights of a real geometry; every dtype runs in its own process. The decode step is timed on a full prefix hit:
 each request's prompt is cached, and the time per step is the difference between a long and a short generation.
 
-With ``--turns`` many users talk in turns instead, each over a context of its own, all within one budget of cache bytes:
+With ``--turns`` many users talk in turns instead, each over a context of its own (``--answer`` tokens, then 64 of their
+own), all within one budget of cache bytes:
 generated tokens per second once every context has been read, contexts that were evicted meanwhile read again included.
 """
 
@@ -128,11 +129,11 @@ def measure_steps(engine: Engine, arguments: argparse.Namespace) -> Iterator[dic
 
 
 def measure_turns(engine: Engine, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each shape: users that each add 64 tokens to their context and get 128, all at once."""
+    """A row for each shape: users that each add 64 tokens to their context and get an answer, all at once."""
     for context, users in arguments.shapes:
         histories = prompts(arguments, context, users)
         for turn in range(1 + arguments.turns):
-            seconds, outputs = engine.generate(histories, 128)
+            seconds, outputs = engine.generate(histories, arguments.answer)
             hits = sum(output.num_cached_tokens or 0 for output in outputs)
             print(f"turn {turn} of {users} users: {seconds:.2f} s, {hits} tokens cached", flush=True)
             if turn:
@@ -140,7 +141,8 @@ def measure_turns(engine: Engine, arguments: argparse.Namespace) -> Iterator[dic
                     "context": context,
                     "batch": users,
                     "turn": turn,
-                    "tokens_per_s": 128 * users / seconds,
+                    "answer": arguments.answer,
+                    "tokens_per_s": arguments.answer * users / seconds,
                     "hit_share": hits / sum(map(len, histories)),
                     "kv_cache_gib": arguments.kv_cache_gib,
                 }
@@ -192,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
         "--shapes", type=shape, nargs="+", default=[(100_000, 1), (100_000, 4)], help="CONTEXTxREQUESTS, in order"
     )
     arguments.add_argument("--turns", type=int, default=0, help="users in turns: turns to measure")
+    arguments.add_argument("--answer", type=int, default=128, help="users in turns: tokens generated in each")
     arguments.add_argument("--kv-cache-gib", type=float, help="cache size instead of a share of the memory")
     arguments.add_argument("--max-model-len", type=int, default=131_072)
     arguments.add_argument("--max-num-batched-tokens", type=int, default=8192)
