@@ -10,6 +10,7 @@ other kernels, in other batches or with drafts are compared as `tests/engine/dis
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import triton_ops
 from tests.engine.distance import Distance, assert_alike, distance
 from tests.engine.models import Geometry, prompts, write_model
 from tests.engine.test_float_payload import PRESSURE
@@ -49,6 +51,8 @@ def blocks(tokens: int) -> int:
     return math.ceil(tokens / 128) + math.ceil(min(tokens, 64 + 2 * 128) / 16)
 
 
+LATE = re.compile(r"JIT compilation during inference: (\w+)")
+"""vLLM's warning that a request waited for a kernel to be compiled."""
 ANSWERED = [len(prompt) + PRESSURE["max_tokens"] for prompt in PRESSURE["prompts"]]
 ENGINES = {
     "eager": {**oscar(), "enforce_eager": True},
@@ -96,8 +100,8 @@ def scenarios(engine: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, dict]:
-    """Results of every engine by its name, then by scenario."""
+def finished(tmp_path_factory) -> tuple[dict[str, dict], dict[str, str]]:
+    """Results and log of every engine by its name."""
     folder: Path = tmp_path_factory.mktemp("gpu")
     model = write_model(GEOMETRY, folder)
     processes = {}
@@ -109,13 +113,20 @@ def runs(tmp_path_factory) -> dict[str, dict]:
             processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
             )
-    results = {}
+    results, logs = {}, {}
     for name, process in processes.items():
         process.wait(timeout=500)
         log = (folder / f"{name}.log").read_text()
         assert process.returncode == 0, f"engine {name} ended with {process.returncode}:\n{log[-5000:]}"
         results[name] = json.loads((folder / f"{name}.result").read_text())
-    return results
+        logs[name] = log
+    return results, logs
+
+
+@pytest.fixture(scope="module")
+def runs(finished) -> dict[str, dict]:
+    """Results of every engine by its name, then by scenario."""
+    return finished[0]
 
 
 def outputs(results: dict, scenario: str) -> list[tuple]:
@@ -145,6 +156,15 @@ def test_kernels_agree_with_the_reference_ops(runs, kernels, ops):
     effect = apart(runs[ops], runs["stock"])
     assert 0.001 < effect.rms < 1.5
     assert_alike(apart(runs[kernels], runs[ops]), effect)
+
+
+def test_no_request_waits_for_a_kernel_to_be_compiled(finished):
+    files = Path(triton_ops.__file__).parent.glob("*.py")
+    kernels = {name for file in files for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)}
+    assert "_demote_kernel" in kernels
+    for name, log in finished[1].items():
+        assert "JIT monitor activated" in log, name
+        assert not kernels & set(LATE.findall(log)), name
 
 
 def test_hits_are_those_of_bfloat16(runs):
