@@ -52,6 +52,7 @@ from triton_ops.schedule import (
     decode_grid,
     register_limit,
 )
+from triton_ops.soft_cap import capped, soft_cap_log2
 
 MERGE_WARPS = 8
 """Warps of a merge program."""
@@ -388,6 +389,7 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     MAX_WEIGHT: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PREFETCH: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
@@ -454,7 +456,10 @@ def _attend_kernel(
             v = tl.load(pointer + HEAD_SIZE, mask=readable[:, None], other=0.0)
             bf16 = (token < sink)[:, None] | (token[:, None] > position[None, :] - recent)
             use = readable[:, None] & (token[:, None] <= position[None, :]) & bf16
-            s = tl.where(use, _dot(k, q, tl.zeros([TILE, COLUMNS], tl.float32), COMPILED) * scale_log2, float("-inf"))
+            s = _dot(k, q, tl.zeros([TILE, COLUMNS], tl.float32), COMPILED) * scale_log2
+            if SOFT_CAP > 0:
+                s = capped(s, SOFT_CAP)
+            s = tl.where(use, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 0))
             p = tl.exp2(s - m_new[None, :])
             keep = tl.exp2(m - m_new)
@@ -555,6 +560,17 @@ def _attend_kernel(
                 else:
                     products = tl.sum(tl.where(same, products.reshape([2, 8, ROWS, 2]), 0.0), 3)
                     shared = tl.max(tl.sum(products, 0), 0) * mean_factor
+            amplitude = factor
+            if SOFT_CAP > 0:
+                # Then the logits themselves, not what is missing a factor and a term.
+                if FLOAT16:
+                    s = s.reshape([16, 8, ROWS]) * factor[None, None, :] + shared[None, :, :]
+                    s = s.reshape([128, ROWS])
+                else:
+                    s = s * factor[None, :] + shared[None, :]
+                s = capped(s, SOFT_CAP)
+                amplitude = tl.full([ROWS], 1.0, tl.float32)
+                shared = tl.zeros_like(shared)
             value_scale = _load_metadata(meta + VALUE_SCALE // 2, QUADS)
             value_zero = _load_metadata(meta + VALUE_ZERO // 2, QUADS)
             if not FLOAT16:
@@ -570,7 +586,7 @@ def _attend_kernel(
                 value_zero = tl.where(stored, value_zero, tl.zeros_like(value_zero))
             if FLOAT16:
                 s = s.reshape([16, 8, ROWS])
-                top = tl.maximum(tl.max(s, 0), -1.0e30) * factor[None, :] + shared
+                top = tl.maximum(tl.max(s, 0), -1.0e30) * amplitude[None, :] + shared
                 rises = tl.max((top > m[None, :] + 8.0).to(tl.int32).reshape([8 * ROWS]), 0)
                 widens = tl.max((value_scale.to(tl.float32) > largest).to(tl.int32), 0)
                 if (rises | widens) != 0:
@@ -587,15 +603,15 @@ def _attend_kernel(
                     for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
                         rescaled = rescaled + (acc[chunk] * shrink[None, :],)  # type: ignore[assignment]  # noqa: RUF005
                     acc = rescaled
-                p = tl.exp2(s * factor[None, None, :] - (m[None, :] - shared)[None, :, :])
+                p = tl.exp2(s * amplitude[None, None, :] - (m[None, :] - shared)[None, :, :])
                 total += tl.sum(p, 0)
                 p = p.reshape([128, ROWS])
                 zeros += tl.sum((p * value_zero.to(tl.float32)[:, None]).reshape([16, 8, ROWS]), 0)
                 weight = value_scale.to(tl.float32) * (plane_weight * inverse)
                 weights = _weight_planes((p * weight[:, None]).to(tl.float16), ROWS, QUADS)
             else:
-                top = tl.maximum(tl.max(s, 0), -1.0e30) * factor
-                p = tl.exp2(s * factor[None, :] - top[None, :])
+                top = tl.maximum(tl.max(s, 0), -1.0e30) * amplitude
+                p = tl.exp2(s * amplitude[None, :] - top[None, :])
                 largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
                 weight = value_scale * (plane_weight * (1.0 / largest))
                 weights = _weight_halves(p * weight[:, None], ROWS, QUADS)
@@ -960,6 +976,7 @@ def attend_partials(
     recent: int,
     schedule: DecodeSchedule,
     workspace: DecodeWorkspace,
+    soft_cap: float = 0.0,
     launch_pdl: bool | None = None,
     prefetch_pages: bool | None = None,
 ) -> Any:
@@ -1029,6 +1046,7 @@ def attend_partials(
         BLOCK=windows.shape[2],
         ENTRY_FIELDS=ENTRY_FIELDS,
         MAX_WEIGHT=_MAX_WEIGHT,
+        SOFT_CAP=soft_cap_log2(soft_cap),
         PREFETCH=prefetch_pages and not triton.knobs.runtime.interpret,
         COMPILED=not triton.knobs.runtime.interpret,
         PDL=launch_pdl,
@@ -1106,6 +1124,7 @@ def attend_decode(
     workspace: DecodeWorkspace,
     output: Tensor,
     lse: Tensor | None = None,
+    soft_cap: float = 0.0,
     launch_pdl: bool | None = None,
     prefetch_pages: bool | None = None,
 ) -> None:
@@ -1130,13 +1149,14 @@ def attend_decode(
         workspace: filled by `prepare_query` for this layer.
         output: [T, H * G, d], written; the last axis is contiguous.
         lse: [H * G, T] float32, written: natural log of the sum of exponentials.
+        soft_cap: c > 0 turns every scaled logit x into c tanh(x / c) (Gemma 2); 0 leaves logits as they are.
         launch_pdl: start each launch before the preceding kernel has ended; default: where the GPU can. The kernel
             before must then be `prepare_query` with the same choice (prepare.py says why that is safe).
         prefetch_pages: bring each next page to the L2 cache early (compute capability 9.0 or newer); default:
             `prefetches_pages`.
 
     Raises:
-        ValueError: dtypes or strides the kernels cannot read, or a workspace that is too small.
+        ValueError: dtypes or strides the kernels cannot read, a workspace that is too small, or a negative cap.
 
     """
     if schedule.grid.requests == 0:
@@ -1154,6 +1174,7 @@ def attend_decode(
         recent=recent,
         schedule=schedule,
         workspace=workspace,
+        soft_cap=soft_cap,
         launch_pdl=launch_pdl,
         prefetch_pages=prefetch_pages,
     )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
 from triton_ops.layout import PageLayout
+from triton_ops.soft_cap import capped, soft_cap_log2
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
@@ -232,18 +233,12 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _capped(logit, SOFT_CAP: tl.constexpr):
-    """SOFT_CAP tanh(x / SOFT_CAP) for logits x, both in units of log2; -inf stays: it is a key that is not seen."""
-    ratio = logit * (1.4426950408889634 / SOFT_CAP)
-    capped = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.math.exp2(2.0 * ratio)))
-    return tl.where(logit == float("-inf"), logit, capped)
-
-
-@triton.jit
 def _softmax(acc, m, total, s, amplitude, offset, SOFT_CAP: tl.constexpr):
     """One online softmax step: probabilities of logits ``amplitude * s + offset``, and the state rescaled to them."""
     if SOFT_CAP > 0:
-        s = _capped(s * amplitude[:, None] + offset[:, None], SOFT_CAP)
+        # -inf is a key that is not seen.
+        logit = capped(s * amplitude[:, None] + offset[:, None], SOFT_CAP)
+        s = tl.where(s == float("-inf"), s, logit)
         amplitude = tl.full(amplitude.shape, 1.0, tl.float32)
         offset = tl.zeros_like(offset)
     new_m = tl.maximum(m, tl.max(s, 1) * amplitude + offset)
@@ -672,8 +667,6 @@ def attend_prefill(
         raise ValueError("the last axis of query, windows and pages must be contiguous")
     if not 0 <= sink <= 128 or recent < 128:
         raise ValueError(f"sink={sink} must be at most 128 and recent={recent} at least 128")
-    if soft_cap < 0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive, or 0 for none")
     groups = q_heads // heads
     if out is None:
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
@@ -765,7 +758,7 @@ def attend_prefill(
         VALUE_SCALE=layout.value_scale,
         VALUE_ZERO=layout.value_zero,
         KEY_ZERO=layout.key_zero,
-        SOFT_CAP=soft_cap * LOG2E,
+        SOFT_CAP=soft_cap_log2(soft_cap),
         num_warps=warps,
         num_stages=num_stages,
         **options,

@@ -77,7 +77,7 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
     return step
 
 
-def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False):
+def run(step, device, codec, layout, *, sink, recent, soft_cap=0.0, programs=24, strided=False):
     """Output [T, Hq, d] and lse [T, Hq] of the kernels on a device, on the CPU."""
     moved, codec = step.to(device), codec.to(device)
     tokens, query_heads, d = step.query.shape
@@ -131,6 +131,7 @@ def run(step, device, codec, layout, *, sink, recent, programs=24, strided=False
         workspace=workspace,
         output=output,
         lse=lse,
+        soft_cap=soft_cap,
     )
     return output.cpu(), lse.T.cpu()
 
@@ -148,12 +149,12 @@ def logit_noise(step, codec, layout) -> torch.Tensor:
     return (rounding * scale[:, None] * d**-0.5).view(tokens, query_heads)
 
 
-def check(step, device, codec, layout, *, sink=64, recent=256, tolerance=TOLERANCE, **options):
+def check(step, device, codec, layout, *, sink=64, recent=256, soft_cap=0.0, tolerance=TOLERANCE, **options):
     expected, expected_lse = reference.attend(
         step.query, step.key, step.value, **step.cache(), codec=codec, layout=layout, scale=step.query.shape[2] ** -0.5,
-        sink=sink, recent=recent, max_decode_len=16,
+        sink=sink, recent=recent, max_decode_len=16, soft_cap=soft_cap,
     )  # fmt: skip
-    output, lse = run(step, device, codec, layout, sink=sink, recent=recent, **options)
+    output, lse = run(step, device, codec, layout, sink=sink, recent=recent, soft_cap=soft_cap, **options)
     assert not output.isnan().any(), "unwritten or NaN output"
     assert not lse.isnan().any(), "unwritten or NaN lse"
     error = (output - expected).norm(dim=-1) / expected.norm(dim=-1)

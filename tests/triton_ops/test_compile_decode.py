@@ -58,10 +58,11 @@ def compiled_usage(
     return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": compiled.metadata.shared}
 
 
-def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dict[str, int]:
+def compile_attend(rows: int, head_size: int, zero: str, capability: int, soft_cap: float = 0.0) -> dict[str, int]:
     from triton_ops import attend_decode
     from triton_ops.layout import PageLayout
     from triton_ops.schedule import ENTRY_FIELDS, WINDOW_TILE, register_limit
+    from triton_ops.soft_cap import soft_cap_log2
 
     layout = PageLayout(head_size, zero)
     pointers = {"query": "bf16", "fragments": "i8", "plain": "fp16", "factors": "fp32", "sums": "i32", "codes": "i8"}
@@ -84,6 +85,7 @@ def compile_attend(rows: int, head_size: int, zero: str, capability: int) -> dic
         "BLOCK": 16,
         "ENTRY_FIELDS": ENTRY_FIELDS,
         "MAX_WEIGHT": attend_decode._MAX_WEIGHT,
+        "SOFT_CAP": soft_cap_log2(soft_cap),
         "PREFETCH": attend_decode.prefetches_pages(rows, (capability // 10, capability % 10)),
         "COMPILED": True,
         "PDL": capability >= 90,
@@ -172,9 +174,10 @@ def in_a_process(kernel: str, variants: list) -> list[dict[str, int]]:
 def test_resources_on_sm90():
     from triton_ops.schedule import register_limit, shared_bytes
 
-    variants = [(rows, d, zero, 90) for rows, d in SHIPPED for zero in ("page", "token")]
-    for (rows, d, zero, _), used in zip(variants, in_a_process("attend", variants), strict=True):
-        name = f"{rows} rows, head size {d}, zero={zero}: {used}"
+    variants = [(rows, d, zero, 90, 0.0) for rows, d in SHIPPED for zero in ("page", "token")]
+    variants += [(rows, d, "page", 90, 50.0) for rows, d in [(4, 128), (16, 128), (4, 256), (8, 256)]]
+    for (rows, d, zero, _, cap), used in zip(variants, in_a_process("attend", variants), strict=True):
+        name = f"{rows} rows, head size {d}, zero={zero}, soft cap {cap}: {used}"
         assert used["registers"] <= register_limit(rows, d), name
         assert used["shared"] + 1024 <= shared_bytes(rows=rows, head_size=d), name
         assert used["stack"] <= STACK[rows, d], name
@@ -200,7 +203,8 @@ def test_prepare_leaves_registers_on_sm90():
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_other_architectures_compile(capability):
     rows = [(4, 128, "page", capability), (8, 64, "token", capability), (16, 128, "page", capability)]
-    assert len(in_a_process("attend", rows)) == 3
+    rows += [(8, 256, "token", capability, 50.0)]
+    assert len(in_a_process("attend", rows)) == 4
     for kernel in ("prepare", "merge"):
         variants: list = [(1, 128, "page", capability), (8, 256, "token", capability)]
         for used in in_a_process(kernel, variants):

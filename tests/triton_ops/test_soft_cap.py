@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits with a soft cap (Gemma 2): the reference against plain attention, the prefill kernel against the reference."""
+"""Logits with a soft cap (Gemma 2): the reference against plain attention, the kernels against the reference."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.triton_ops import test_attend_decode as decode
 from tests.triton_ops.step_cases import DEVICES
 from tests.triton_ops.test_attend_prefill import RECENT, SINK, prepare
 from triton_ops import reference
@@ -53,10 +54,22 @@ def test_the_reference_caps_every_logit():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("zero", "prefill"), [("page", "exact"), ("page", "invariant"), ("token", "exact")])
-def test_the_kernel_caps_pages_and_windows(device, zero, prefill):
+@pytest.mark.parametrize(
+    ("d", "groups", "zero", "prefill"),
+    [
+        (64, 2, "page", "exact"),
+        (64, 2, "page", "invariant"),
+        (64, 2, "token", "exact"),
+        (64, 16, "token", "invariant"),
+        (128, 4, "page", "exact"),
+        (128, 1, "token", "exact"),
+        (256, 2, "page", "exact"),
+        (256, 3, "token", "exact"),
+    ],
+)
+def test_prefill_caps_pages_and_windows(device, d, groups, zero, prefill):
     """A step that sees a history, a sink and recent tokens; its own tokens are attended by the caller."""
-    step, codec, layout = prepare([(270, 33), (100, 5)], heads=1, groups=2, d=64, zero=zero)
+    step, codec, layout = prepare([(270, 33), (100, 5)], heads=1, groups=groups, d=d, zero=zero)
     moved = step.to(device)
     sizes = {name: step.sizes[name] for name in ("num_tokens", "num_requests")}
     out, lse = attend_prefill(
@@ -90,6 +103,44 @@ def own_tokens(step, prefill):
     return torch.cat(outs), torch.cat(lses)
 
 
+def check_decode(requests, device, *, groups, d, kind, sharpness=2.0, cap=CAP, **options):
+    """The decode kernels against the reference, in a step that no row would pass without its cap."""
+    codec, layout = decode.make_codec(1, d, kind)
+    step = decode.decode_step(requests, heads=1, d=d, groups=groups, codec=codec, layout=layout, **options)
+    step.query.mul_(sharpness)
+    rules = {"codec": codec, "layout": layout, "scale": d**-0.5, "sink": 64, "recent": 256, "max_decode_len": 16}
+    tensors = (step.query, step.key, step.value)
+    capped, plain = (reference.attend(*tensors, **step.cache(), **rules, soft_cap=c) for c in (cap, 0.0))
+    moved = (plain[0] - capped[0]).norm(dim=-1) / capped[0].norm(dim=-1)
+    assert float(torch.maximum(moved, (plain[1] - capped[1]).abs()).min()) > 0.02
+    decode.check(step, device, codec, layout, soft_cap=cap)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [(1, "page"), (3, "token"), (4, "page"), (5, "page"), (8, "token"), (12, "page"), (16, "token")],
+)
+def test_decode_caps_pages_and_windows(device, groups, kind, d):
+    check_decode([(799, 1), (140, 1)], device, groups=groups, d=d, kind=kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("queries", "groups", "d"), [(5, 1, 128), (3, 4, 64), (2, 8, 256)])
+def test_decode_caps_several_query_tokens(device, queries, groups, d):
+    """Pages that some rows read and others do not; recents that lost their windows."""
+    requests = [(500, queries), (640, queries), (256 - queries, queries)]
+    check_decode(requests, device, groups=groups, d=d, kind="page", drop_recents=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [4, 8])
+def test_decode_caps_logits_far_beyond_the_cap(device, groups):
+    """Logits of hundreds of units end at the cap, where many tokens weigh the same."""
+    check_decode([(1200, 1), (90, 1)], device, groups=groups, d=128, kind="page", sharpness=60.0, cap=20.0)
+
+
 def test_a_negative_cap_is_refused():
     step, codec, layout = prepare([(130, 10)], heads=1, groups=1, d=64, zero="page")
     with pytest.raises(ValueError, match="soft_cap=-1"):
@@ -97,3 +148,5 @@ def test_a_negative_cap_is_refused():
             **step.cache("query"), codec=codec, layout=layout, scale=0.1, sink=SINK, recent=RECENT, num_tokens=10,
             num_requests=1, soft_cap=-1.0,
         )  # fmt: skip
+    with pytest.raises(ValueError, match="soft_cap=-1"):
+        decode.run(step, "cpu", codec, layout, sink=SINK, recent=RECENT, soft_cap=-1.0)
