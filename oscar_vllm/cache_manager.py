@@ -13,9 +13,12 @@ tokens. When a block leaves the recent tail of its last owner, its hash is dropp
 the tail of a *boundary*, a position where later requests resume: the end of the prompt, the position of this request's
 own prefix hit, or its last page at the end. Blocks without a hash are the first that the pool hands out again, so
 windows that have served never push INT2 pages out of the pool.
+
+A prefix that a connector loads from outside the pool has real blocks where the connector brings their content, which
+it tells in advance (:meth:`SinkWindowManager.expect_load`), and null blocks elsewhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -44,6 +47,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         # Per request: first index that may still hold a recent block, and the boundaries whose tails stay hashed.
         self._scan_from: dict[str, int] = {}
         self._boundaries: dict[str, set[int]] = {}
+        self._expected_loads: dict[str, frozenset[int]] = {}
 
     # ---- which blocks are held -------------------------------------------------------------------------------------
 
@@ -78,18 +82,20 @@ class SinkWindowManager(SingleTypeKVCacheManager):
 
         With ``apply_admission_cap`` the question is whether the whole sequence will fit, over all its chunks.
         """
-        start = len(self.req_to_blocks.get(request_id, ()))
+        start, num_loaded = len(self.req_to_blocks.get(request_id, ())), 0
         if start == 0:
             start = len(new_computed_blocks)
             if total_computed_tokens > num_local_computed_tokens:
-                start = max(start, cdiv(total_computed_tokens, self.block_size))
+                loaded = self._loads(request_id, start, total_computed_tokens)
+                start, num_loaded = start + len(loaded), sum(loaded)
         end = cdiv(num_tokens, self.block_size)
         retained = self._retained_hits(new_computed_blocks, total_computed_tokens)
         if apply_admission_cap:
-            num_new = min(max(0, end - start), max(0, self.max_admission_blocks_per_request - len(retained)))
+            num_new = max(0, end - start) + num_loaded
+            num_new = min(num_new, max(0, self.max_admission_blocks_per_request - len(retained)))
         else:
             position = self._next_position(num_tokens_main_model)
-            num_new = sum(self._keeps(index, position) for index in range(start, end))
+            num_new = num_loaded + sum(self._keeps(index, position) for index in range(start, end))
         return num_new + self._get_num_evictable_blocks(retained)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -97,8 +103,12 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         blocks = self.req_to_blocks[request_id]
         position = self._next_position(num_tokens_main_model)
         keep = [self._keeps(index, position) for index in range(len(blocks), cdiv(num_tokens, self.block_size))]
+        return self._extend(blocks, keep, record_for_zeroing=True)
+
+    def _extend(self, blocks: list[KVCacheBlock], keep: list[bool], record_for_zeroing: bool) -> list[KVCacheBlock]:
+        """Append one entry per element of ``keep``, a new block or the null block; returns the new entries."""
         taken = self.block_pool.get_new_blocks(sum(keep))
-        if self._record_new_block_ids:
+        if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids.extend(block.block_id for block in taken)
         fresh = iter(taken)
         new_blocks = [next(fresh) if kept else self._null_block for kept in keep]
@@ -125,6 +135,26 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         if blocks:
             self._boundaries.setdefault(request_id, set()).add(num_local_computed_tokens)
 
+    def expect_load(self, request_id: str, indices: Iterable[int]) -> None:
+        """Say which blocks a connector will bring if the request is admitted with the hit just found for it.
+
+        Replaces what was said of an earlier hit of the request; no indices: nothing will be brought.
+
+        Args:
+            request_id: a waiting request.
+            indices: of the blocks in the request's table.
+
+        """
+        self._expected_loads[request_id] = frozenset(indices)
+
+    def _loads(self, request_id: str, start: int, total_computed_tokens: int) -> list[bool]:
+        """For every block from ``start`` to the end of an external hit, whether it will be loaded and is held."""
+        expected = self._expected_loads.get(request_id, frozenset())
+        return [
+            index in expected and self._keeps(index, total_computed_tokens)
+            for index in range(start, cdiv(total_computed_tokens, self.block_size))
+        ]
+
     def allocate_external_computed_blocks(
         self,
         request_id: str,
@@ -132,10 +162,12 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Tokens loaded from outside bring pages only: their window entries are null."""
+        """Continue the table with blocks that a connector fills; entries of what it does not bring are null."""
         blocks = self.req_to_blocks[request_id]
-        total = cdiv(num_local_computed_tokens + num_external_computed_tokens, self.block_size)
-        blocks.extend([self._null_block] * max(0, total - len(blocks)))
+        total = num_local_computed_tokens + num_external_computed_tokens
+        self._extend(blocks, self._loads(request_id, len(blocks), total), record_for_zeroing)
+        self._expected_loads.pop(request_id, None)
+        self._boundaries.setdefault(request_id, set()).add(total)
 
     # ---- which blocks are given back -------------------------------------------------------------------------------
 
@@ -167,6 +199,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Forget a request and return its blocks, oldest first; hashes stay where a later request can resume."""
         boundaries = self._boundaries.pop(request_id, set())
         self._scan_from.pop(request_id, None)
+        self._expected_loads.pop(request_id, None)
         alignment = self.cache_hit_alignment_tokens
         last_page = round_down(self.num_cached_block.get(request_id, 0) * self.block_size, alignment)
         boundaries |= {last_page, max(0, last_page - alignment)} if self.use_eagle else {last_page}

@@ -64,6 +64,7 @@ def prepare(vllm_config: "VllmConfig") -> None:
     keep_sliding_window_layers(vllm_config)
     keep_shared_layers(vllm_config)
     keep_draft_dtype(vllm_config)
+    offload_with_windows(vllm_config)
     logger.info(validate_vllm_config(vllm_config))
 
 
@@ -112,6 +113,16 @@ def keep_draft_dtype(vllm_config: "VllmConfig") -> None:
         )
     if speculative.kv_cache_dtype is None:
         speculative.kv_cache_dtype = "auto"
+
+
+def offload_with_windows(vllm_config: "VllmConfig") -> None:
+    """Hand ``--kv-offloading-size`` and vLLM's ``SimpleCPUOffloadConnector`` to ours, which brings windows back too."""
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    if transfer is None:
+        return
+    native = cache.kv_offloading_size is not None and cache.kv_offloading_backend == "native"
+    if native or (transfer.kv_connector == "SimpleCPUOffloadConnector" and not transfer.kv_connector_module_path):
+        transfer.kv_connector, transfer.kv_connector_module_path = "OscarOffloadConnector", "oscar_vllm.offload"
 
 
 def validate_vllm_config(vllm_config: "VllmConfig") -> str:
@@ -187,11 +198,8 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         yield f"runs on NVIDIA GPUs and on CPUs, not on {current_platform.device_name}; {_USE_AUTO}"
     # Before the hybrid manager, which vLLM turns off for some connectors.
-    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size:
-        yield (
-            "cannot be transferred or offloaded: a KV connector would move pages without their windows; "
-            f"drop --kv-transfer-config and --kv-offloading-size, or {_USE_AUTO}"
-        )
+    if vllm_config.kv_transfer_config is not None:
+        yield from _unsupported_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
             "needs the hybrid KV cache manager, which holds pages and windows in one pool; "
@@ -216,6 +224,35 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
             "has no batch-invariant attention in vLLM's sense: unset VLLM_BATCH_INVARIANT; "
             """--additional-config '{"oscar": {"prefill": "invariant"}}' makes results independent of chunks and hits"""
         )
+
+
+def _unsupported_transfer(vllm_config: "VllmConfig") -> Iterator[str]:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
+
+    from oscar_vllm.offload import OscarOffloadConnector
+
+    transfer = vllm_config.kv_transfer_config
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not issubclass(connector, OscarOffloadConnector):
+        yield (
+            f"cannot be moved by {transfer.kv_connector}, which knows nothing of windows and would bring back pages "
+            "without their sinks; to offload to CPU memory use --kv-offloading-size with its native backend, otherwise "
+            f"drop --kv-transfer-config and --kv-offloading-size, or {_USE_AUTO}"
+        )
+        return
+    without = f"drop --kv-offloading-size and --kv-transfer-config, or {_USE_AUTO}"
+    if transfer.kv_role != "kv_both":
+        # vLLM keeps blocks that a step in flight still writes from being loaded into, for consumers only.
+        yield f"both stores and loads when it offloads; set kv_role to kv_both, or {_USE_AUTO}"
+    if connector is OscarOffloadConnector and not current_platform.is_cuda():
+        yield f"offloads to CPU memory from NVIDIA GPUs only; {without}"
+    if transfer.kv_connector_extra_config.get("kv_offload_backend", "cpu") != "cpu":
+        yield f"offloads to CPU memory only, not to disk; drop kv_offload_backend, or {_USE_AUTO}"
+    if vllm_config.model_config.is_hybrid:
+        yield f"does not offload recurrent states, of which a hit would need the right one; {without}"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield f"does not offload with pipeline parallelism, where ranks have different numbers of blocks; {without}"
 
 
 def _unsupported_model(vllm_config: "VllmConfig") -> Iterator[str]:

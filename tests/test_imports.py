@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VLLM_FACING = {"compat.py", "plugin.py", "cache_spec.py", "cache_manager.py", "backend.py", "prefill.py"}
+VLLM_FACING = {"compat.py", "plugin.py", "cache_spec.py", "cache_manager.py", "backend.py", "offload.py", "prefill.py"}
 STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {
     "triton_ops": {"torch", "triton", "einops", "triton_ops"},

@@ -59,7 +59,8 @@ def leaks(run: Run) -> dict:
     leaked = {}
     for name, record in run.results.items():
         pool = record["pool"]
-        if pool and not (pool["reset"] and (pool["free"] is None or pool["free"] == pool["total"] - 1)):
+        returned = pool and (pool["free"] is None or pool["free"] == pool["total"] - 1) and not pool["in_store"]
+        if pool and not (pool["reset"] and returned):
             leaked[name] = pool
     return leaked
 

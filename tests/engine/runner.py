@@ -77,12 +77,19 @@ class Runner:
 
     def pool(self) -> dict:
         """Blocks of the pool that no request holds. ``free`` is None when the engine is another process;
-        ``reset`` (vLLM's own prefix-cache reset, which refuses while a block is in use) works everywhere."""
+        ``reset`` (vLLM's own prefix-cache reset, which refuses while a block is in use) works everywhere.
+        ``in_store`` are blocks of an offloading connector's own pool that it still holds for a copy."""
         free = total = None
+        in_store = 0
         if self.scheduler is not None:
+            if self.scheduler.connector is not None:
+                while self.scheduler.has_requests():
+                    self.llm.llm_engine.step()
+                store = self.scheduler.connector.scheduler_manager.cpu_block_pool
+                in_store = store.num_gpu_blocks - 1 - store.get_num_free_blocks()
             block_pool = self.scheduler.kv_cache_manager.block_pool
             free, total = block_pool.get_num_free_blocks(), block_pool.num_gpu_blocks
-        return {"free": free, "total": total, "reset": self.llm.reset_prefix_cache()}
+        return {"free": free, "total": total, "in_store": in_store, "reset": self.llm.reset_prefix_cache()}
 
     # -- kinds of scenario -------------------------------------------------------------------------------
 

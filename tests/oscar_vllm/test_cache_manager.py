@@ -298,6 +298,51 @@ def test_external_tokens_bring_null_windows():
     assert engine.used() == 0
 
 
+@pytest.mark.parametrize(("local", "external"), [(0, 640), (128, 512), (384, 256), (0, 128)])
+def test_a_connector_fills_the_blocks_that_it_announced(local, external):
+    """Real blocks stand where it brings their content and the request may read them, and nowhere else."""
+    engine = Engine(window_spec())
+    if local:
+        engine.run(engine.request(prompt(local + 20)))
+        engine.finish(str(engine.count))
+    request = engine.request(prompt(700))
+    blocks, hit, _ = engine.manager.get_computed_blocks(request)
+    assert hit == local
+    total, first = local + external, local // BLOCK
+    announced = {first, first + 1, total // BLOCK - 3, total // BLOCK - 1, total // BLOCK + 5}
+    engine.windows.expect_load(request.request_id, announced)
+    asked = {
+        "num_new_computed_tokens": hit,
+        "new_computed_blocks": blocks,
+        "num_external_computed_tokens": external,
+        "delay_cache_blocks": True,
+        "full_sequence_must_fit": True,
+    }
+    assert engine._allocate(request, 0, reserved_blocks=engine.pool.get_num_free_blocks(), **asked) is None
+    assert engine._allocate(request, 0, **asked) is not None
+    table = engine.windows.req_to_blocks[request.request_id]
+    loaded = [index for index in range(first, len(table)) if not table[index].is_null]
+    held = {*range(4), *range(max(0, total - 255) // BLOCK, total // BLOCK)}
+    assert loaded == sorted(announced & held & set(range(first, total // BLOCK)))
+    assert len(table) == total // BLOCK
+    assert all(table[index].block_hash is None for index in loaded), "not to be found before it is there"
+    request.num_computed_tokens = total
+    engine.manager.cache_blocks(request, total)
+    assert all(table[index].block_hash is not None for index in loaded)
+    engine.manager.free(request)
+    assert engine.used() == 0
+    assert not any(getattr(engine.windows, name) for name in ("_expected_loads", "_boundaries", "_scan_from"))
+
+
+def test_what_a_connector_announced_last_counts():
+    engine = Engine(window_spec())
+    request = engine.request(prompt(700))
+    engine.windows.expect_load(request.request_id, [0, 1, 2, 3])
+    engine.windows.expect_load(request.request_id, [])
+    assert engine._allocate(request, 60, num_external_computed_tokens=640) is not None
+    assert all(block.is_null for block in engine.windows.req_to_blocks[request.request_id][:40])
+
+
 # ---- prefix caching -------------------------------------------------------------------------------------------------
 
 

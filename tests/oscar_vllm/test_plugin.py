@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 
 import oscar_vllm
 from oscar_vllm import plugin
@@ -91,8 +92,7 @@ REFUSED = {
         True,
         "--disable-hybrid-kv-cache-manager",
     ),
-    "connector": ("kv_transfer_config", SimpleNamespace(), "--kv-transfer-config"),
-    "offloading": ("cache_config.kv_offloading_size", 1.0, "--kv-offloading-size"),
+    "connector": ("kv_transfer_config", KVTransferConfig("ExampleConnector", kv_role="kv_both"), "ExampleConnector"),
     "decode context parallel": ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 2"),
     "prefill context parallel": (
         "parallel_config.prefill_context_parallel_size",
@@ -121,6 +121,60 @@ def test_refusals_say_what_why_and_what_instead_in_one_line(config, case):
     assert text.startswith("--kv-cache-dtype oscar_int2 ")
     assert "\n" not in text
     assert "use --kv-cache-dtype auto" in text
+
+
+def offloading(**changes) -> KVTransferConfig:
+    """Our connector as the engine tests have it, with copies for a CPU."""
+    fields = {"kv_connector": "CPUOffloadConnector", "kv_connector_module_path": "tests.engine.offload"}
+    return KVTransferConfig(**{"kv_role": "kv_both", **fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("connector", "size", "backend", "ours"),
+    [
+        ("OffloadingConnector", 8.0, "native", True),  # what vLLM makes of --kv-offloading-size
+        ("SimpleCPUOffloadConnector", 8.0, "native", True),
+        ("SimpleCPUOffloadConnector", None, "native", True),
+        ("OffloadingConnector", None, "native", False),
+        ("LMCacheMPConnector", 8.0, "lmcache", False),
+    ],
+)
+def test_offloading_to_cpu_memory_is_handed_to_our_connector(config, connector, size, backend, ours):
+    config.kv_transfer_config = KVTransferConfig(connector, kv_role="kv_both")
+    config.cache_config.kv_offloading_size, config.cache_config.kv_offloading_backend = size, backend
+    plugin.offload_with_windows(config)
+    transfer = config.kv_transfer_config
+    assert transfer.kv_connector == ("OscarOffloadConnector" if ours else connector)
+    assert transfer.kv_connector_module_path == ("oscar_vllm.offload" if ours else None)
+
+
+def test_offloading_is_described_or_refused_by_what_else_is_asked_for(config):
+    config.kv_transfer_config = offloading()
+    plugin.validate_vllm_config(config)
+    refused = {
+        "NVIDIA GPUs only": offloading(
+            kv_connector="OscarOffloadConnector", kv_connector_module_path="oscar_vllm.offload"
+        ),
+        "set kv_role to kv_both": offloading(kv_role="kv_producer"),
+        "not to disk; drop kv_offload_backend": offloading(kv_connector_extra_config={"kv_offload_backend": "disk"}),
+    }
+    for message, transfer in refused.items():
+        config.kv_transfer_config = transfer
+        with pytest.raises(OscarUnsupportedError, match=message):
+            plugin.validate_vllm_config(config)
+    config.kv_transfer_config = offloading()
+    change(config, "parallel_config.pipeline_parallel_size", 2)
+    with pytest.raises(OscarUnsupportedError, match="pipeline parallelism"):
+        plugin.validate_vllm_config(config)
+
+
+def test_offloading_of_recurrent_states_is_refused(config, monkeypatch):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
+    config.kv_transfer_config = offloading()
+    with pytest.raises(OscarUnsupportedError, match="recurrent states"):
+        plugin.validate_vllm_config(config)
 
 
 def test_speculation_in_hybrid_models_is_refused_on_a_cpu(config, monkeypatch):
