@@ -7,15 +7,19 @@ sees the right answers of the earlier ones.
 
 Questions about one prompt are not independent. Intervals of the paired difference are therefore over prompts; Wilson's
 interval and McNemar's test, which are over questions, are too narrow by what the questions of a prompt share.
+
+Right or wrong is a coarse measure: with 100 questions ten points may be chance. The *loss* of an answer, its negative
+log-probability in nats, teacher-forced, moves with every error of the cache; its mean change is told by fewer prompts.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -24,7 +28,8 @@ from calib.simulate import Segments
 
 FIELDS = ("model", "configuration", "task", "text", "length", "seed", "sink", "recent", "bits", "prompts", "asked",
           "right", "right_low", "right_high", "exact_right", "lost", "gained", "mcnemar", "difference",
-          "difference_low", "difference_high", "commit", "versions", "command")  # fmt: skip
+          "difference_low", "difference_high", "commit", "versions", "command", "loss_change",
+          "loss_change_stderr")  # fmt: skip
 
 NORMAL_95 = 1.959964
 """97.5 % quantile of the standard normal distribution: 95 % intervals have this half-width in standard errors."""
@@ -44,8 +49,21 @@ class Case:
     answers: list[tuple[int, int]]
 
 
-def right(model: PreTrainedModel, cases: list[Case]) -> list[list[bool]]:
-    """For each answer of each case whether greedy decoding writes it; the cases are read in one batch.
+class Answer(NamedTuple):
+    """How a model answers a question.
+
+    Attributes:
+        right: greedy decoding writes the right answer.
+        loss: negative log-probability of the right answer, nats; nan where it was not looked at.
+
+    """
+
+    right: bool
+    loss: float
+
+
+def answered(model: PreTrainedModel, cases: list[Case]) -> list[list[Answer]]:
+    """The model's answers of each case; the cases are read in one batch.
 
     Args:
         model: sends its attention where it should.
@@ -55,18 +73,20 @@ def right(model: PreTrainedModel, cases: list[Case]) -> list[list[bool]]:
     first = min(start for case in cases for start, _ in case.answers) - 1
     ids = torch.stack([case.ids for case in cases]).to(model.device)
     positions = torch.arange(first, ids.shape[1] - 1, device=model.device)
-    likely = model(ids, use_cache=False, logits_to_keep=positions).logits.argmax(-1)
-    correct = (likely == ids[:, first + 1 :]).cpu()
-    return [
-        [bool(row[start - first - 1 : end - first - 1].all()) for start, end in case.answers]
-        for row, case in zip(correct, cases, strict=True)
-    ]
+    logits = model(ids, use_cache=False, logits_to_keep=positions).logits
+
+    def answer(row: int, start: int, end: int) -> Answer:
+        wanted, likely = ids[row, start:end], logits[row, start - 1 - first : end - 1 - first].float()
+        loss = cross_entropy(likely, wanted, reduction="sum")
+        return Answer(bool((likely.argmax(-1) == wanted).all()), float(loss))
+
+    return [[answer(row, *span) for span in case.answers] for row, case in enumerate(cases)]
 
 
 def score(
     model: PreTrainedModel, tasks: dict[Any, list[Case]], chosen: dict[str, Any], segments: Segments, batch: int
-) -> dict[Any, dict[str, list[list[bool]]]]:
-    """Task -> configuration -> `right` of every case; under the name "exact" the unquantized model's.
+) -> dict[Any, dict[str, list[list[Answer]]]]:
+    """Task -> configuration -> `answered` of every case; under the name "exact" the unquantized model's.
 
     Args:
         model: a transformers model.
@@ -77,7 +97,7 @@ def score(
 
     """
     work = [(task, name) for task in tasks for name in ("exact", *chosen)]
-    results: dict[Any, dict[str, list[list[bool]]]] = {task: {} for task in tasks}
+    results: dict[Any, dict[str, list[list[Answer]]]] = {task: {} for task in tasks}
     for task, name in tqdm(work, desc="answers", unit="configuration"):
         if name != "exact" and chosen[name].store is None:
             results[task][name] = results[task]["exact"]
@@ -85,7 +105,7 @@ def score(
         handler: Callable = (lambda call: call.attend()) if name == "exact" else chosen[name].attention(segments)
         cases = tasks[task]
         with intercept_attention(model, handler):
-            parts = [right(model, cases[i : i + batch]) for i in range(0, len(cases), batch)]
+            parts = [answered(model, cases[i : i + batch]) for i in range(0, len(cases), batch)]
         results[task][name] = [case for part in parts for case in part]
     return results
 
@@ -109,32 +129,43 @@ def mcnemar(lost: int, gained: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def compare(exact: list[list[bool]], actual: list[list[bool]]) -> dict[str, Any]:
+def compare(exact: list[list[Answer]], actual: list[list[Answer]]) -> dict[str, Any]:
     """A configuration's answers against the exact model's on the same cases, by the names of `FIELDS`.
 
-    The difference is actual minus exact in the share of right answers; its 95 % interval is from the spread over the
-    prompts, each weighted by its questions (a ratio estimator), and nan with a single prompt.
+    The difference is actual minus exact in the share of right answers, the loss's change likewise the mean over the
+    questions. The 95 % interval of the one and the standard error of the other are from the spread over the prompts,
+    each weighted by its questions (a ratio estimator), and nan with a single prompt.
     """
     pairs = [pair for a, b in zip(exact, actual, strict=True) for pair in zip(a, b, strict=True)]
-    found, found_exact = sum(b for _, b in pairs), sum(a for a, _ in pairs)
-    lost, gained = pairs.count((True, False)), pairs.count((False, True))
+    outcomes = [(a.right, b.right) for a, b in pairs]
+    found, found_exact = sum(b for _, b in outcomes), sum(a for a, _ in outcomes)
+    lost, gained = outcomes.count((True, False)), outcomes.count((False, True))
     asked, prompts = len(pairs), len(exact)
-    difference = (found - found_exact) / asked
-    residuals = [sum(b) - sum(a) - difference * len(a) for a, b in zip(exact, actual, strict=True)]
-    spread = math.nan
-    if prompts > 1:
-        spread = math.sqrt(sum(r * r for r in residuals) * prompts / (prompts - 1)) / asked
+
+    def change(name: str) -> tuple[float, float]:
+        """(mean over the questions of actual minus exact, its standard error)."""
+        sums = [sum(getattr(y, name) - getattr(x, name) for x, y in zip(a, b, strict=True))
+                for a, b in zip(exact, actual, strict=True)]  # fmt: skip
+        mean = sum(sums) / asked
+        if prompts == 1:
+            return mean, math.nan
+        residuals = [total - mean * len(a) for total, a in zip(sums, exact, strict=True)]
+        return mean, math.sqrt(sum(r * r for r in residuals) * prompts / (prompts - 1)) / asked
+
+    difference, spread = change("right")
+    loss_change, loss_stderr = change("loss")
     low, high = wilson(found, asked)
     return {
         "prompts": prompts, "asked": asked, "right": found, "right_low": low, "right_high": high,
         "exact_right": found_exact, "lost": lost, "gained": gained, "mcnemar": mcnemar(lost, gained),
         "difference": difference, "difference_low": difference - NORMAL_95 * spread,
         "difference_high": difference + NORMAL_95 * spread,
+        "loss_change": loss_change, "loss_change_stderr": loss_stderr,
     }  # fmt: skip
 
 
 def rows(
-    results: dict[Any, dict[str, list[list[bool]]]], describe: Callable[[Any], dict[str, Any]], chosen: dict[str, Any]
+    results: dict[Any, dict[str, list[list[Answer]]]], describe: Callable[[Any], dict[str, Any]], chosen: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """One row per task and configuration; ``describe``: task -> its columns."""
     return [
@@ -147,12 +178,14 @@ def rows(
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
     lines = [f"{'task':12s} {'length':>6s} {'configuration':16s} {'right':>9s} {'95 %':>13s} {'to exact':>9s} "
-             f"{'95 % (prompts)':>17s} {'lost':>5s} {'gained':>6s} {'McNemar':>8s}"]  # fmt: skip
+             f"{'95 % (prompts)':>17s} {'lost':>5s} {'gained':>6s} {'McNemar':>8s} {'loss':>8s} "
+             f"{'± s.e.':>7s}"]  # fmt: skip
     for row in rows:
         lines.append(
             f"{row['task']:12s} {row['length']:6d} {row['configuration']:16s} {row['right']:4d}/{row['asked']:4d} "
             f"{row['right_low']:6.1%}-{row['right_high']:6.1%} {100 * row['difference']:+8.1f}p "
             f"{100 * row['difference_low']:+7.1f} to {100 * row['difference_high']:+6.1f} "
-            f"{row['lost']:5d} {row['gained']:6d} {row['mcnemar']:8.3g}"
+            f"{row['lost']:5d} {row['gained']:6d} {row['mcnemar']:8.3g} "
+            f"{row['loss_change']:+8.4f} {row['loss_change_stderr']:7.4f}"
         )
     return "\n".join(lines)

@@ -10,6 +10,7 @@ sentence would not lie in history is refused.
 """
 
 import argparse
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import fidelity_answers
 import fidelity_engine
 import torch
-from fidelity_answers import Case
+from fidelity_answers import Answer, Case
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -176,16 +177,19 @@ def evaluate_engine(
     made = cases(tokenizer, texts, segments, options)
     asked = [case for pairs in made.values() for case, _ in pairs]
 
-    def right(engine: dict[str, Any]) -> dict[int, list[list[bool]]]:
+    def answers_of(engine: dict[str, Any]) -> dict[int, list[list[Answer]]]:
         written = iter(
             fidelity_engine.answers(options.model, asked, options.dtype, engine, prefix_hits=options.prefix_hits)
         )
-        return {length: [next(written) for _ in pairs] for length, pairs in made.items()}
+        return {
+            length: [[Answer(right, math.nan) for right in next(written)] for _ in pairs]
+            for length, pairs in made.items()
+        }
 
-    answers = {"exact": right({})}
+    answers = {"exact": answers_of({})}
     for name, configuration in chosen.items():
         engine = configuration.served(prefill=options.prefill)
-        answers[name] = right(engine) if engine else answers["exact"]
+        answers[name] = answers_of(engine) if engine else answers["exact"]
     results = {length: {name: found[length] for name, found in answers.items()} for length in made}
     task = f"retrieval {options.prefill}{' hits' if options.prefix_hits else ''}"
     return _rows(made, results, texts, chosen, options, task)
@@ -193,7 +197,7 @@ def evaluate_engine(
 
 def _rows(
     made: dict[int, list[tuple[Case, Haystack]]],
-    results: dict[int, dict[str, list[list[bool]]]],
+    results: dict[int, dict[str, list[list[Answer]]]],
     texts: dict[str, str],
     chosen: dict[str, Any],
     options: argparse.Namespace,
@@ -208,7 +212,7 @@ def _rows(
                     if (haystack.text, haystack.seed) == (text, seed)]  # fmt: skip
             for depth, column in zip(depths, zip(*same, strict=True), strict=True):
                 row = {"configuration": name, "text": text, "length": length, "depth": depth, "seed": seed}
-                counts = {"needles": len(depths), "trials": len(column), "found": sum(column)}
+                counts = {"needles": len(depths), "trials": len(column), "found": sum(a.right for a in column)}
                 by_depth.append(row | counts | {"bits": chosen[name].bits})
     seeds = " ".join(map(str, options.seeds))
     described = {"task": task, "text": " ".join(texts), "seed": seeds}

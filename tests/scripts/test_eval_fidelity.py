@@ -184,15 +184,21 @@ def test_an_answer_is_right_if_greedy_decoding_writes_it(script, model):
         wrong = ids.clone()
         wrong[301] = (ids[301] + 1) % 256
         right = [answers.Case(ids, spans), answers.Case(wrong, spans[::-1]), answers.Case(ids, spans[1:])]
-        assert answers.right(model, right) == [[True, True], [True, False], [True]]
+        read = answers.answered(model, right)
+        loss = -model(wrong[None, :302]).logits[0, [299, 300]].log_softmax(-1).gather(1, wrong[300:302, None]).sum()
+    assert [[answer.right for answer in case] for case in read] == [[True, True], [True, False], [True]]
+    assert read[1][1].loss == pytest.approx(float(loss), rel=1e-4)
+    assert read[1][0].loss == pytest.approx(read[0][1].loss, rel=1e-4)
+    assert read[1][1].loss > read[0][0].loss
 
 
 def test_retrieval_counts_answers_by_depth_and_pairs_them_with_the_exact_model(script, model, monkeypatch):
     retrieval = script.fidelity_retrieval
     chosen = script.configurations(["bf16", "hadamard"], {}, model.config, SEGMENTS)
     options = argparse.Namespace(lengths=[1000], depths=[50, 20], trials=1, seeds=[0, 1], batch=3)
-    results = iter([[[True, True]] * 3, [[True, False]], [[False, True]] * 3, [[False, False]]])
-    monkeypatch.setattr(script.fidelity_answers, "right", lambda model, cases: next(results))
+    yes, no = script.fidelity_answers.Answer(True, 0.25), script.fidelity_answers.Answer(False, 2.0)
+    results = iter([[[yes, yes]] * 3, [[yes, no]], [[no, yes]] * 3, [[no, no]]])
+    monkeypatch.setattr(script.fidelity_answers, "answered", lambda model, cases: next(results))
     with torch.inference_mode():
         texts = {"a": TEXT * 50, "b": TEXT.upper() * 50}
         rows, paired = retrieval.evaluate(model, ByteTokenizer(), texts, chosen, SEGMENTS, options)
@@ -207,6 +213,9 @@ def test_retrieval_counts_answers_by_depth_and_pairs_them_with_the_exact_model(s
     assert [tuple(row[key] for key in keys) for row in paired] == [
         ("bf16", 8, 7, 7, 0, 0, 4, "0 1", "a b"), ("hadamard", 8, 3, 7, 4, 0, 4, "0 1", "a b"),
     ]  # fmt: skip
+    # One answer of each of the four prompts costs 1.75 more: no spread.
+    assert [row["loss_change"] for row in paired] == [0.0, 4 * 1.75 / 8]
+    assert [row["loss_change_stderr"] for row in paired] == [0.0, pytest.approx(0.0)]
     assert len(script.fidelity_answers.table(paired).splitlines()) == 3
 
 
@@ -217,12 +226,18 @@ def test_intervals_and_tests_of_known_counts(script):
     assert answers.mcnemar(0, 0) == 1.0
     assert answers.mcnemar(5, 0) == pytest.approx(2 / 32)
     assert answers.mcnemar(1, 7) == pytest.approx(2 * 9 / 256)
-    row = answers.compare([[True, True], [True, False], [True, False]], [[True, False], [True, False], [True, True]])
+    # Losses change by 0.5, 0 and 1 nat in the prompts: mean 1.5 / 6, standard error 1 / sqrt(12), of 2 answers each.
+    (yes, no), costly = (answers.Answer(right, 1.0) for right in (True, False)), answers.Answer(False, 1.5)
+    better = answers.Answer(True, 2.0)
+    row = answers.compare([[yes, yes], [yes, no], [yes, no]], [[yes, costly], [yes, no], [yes, better]])
     assert (row["right"], row["exact_right"], row["lost"], row["gained"]) == (4, 4, 1, 1)
     assert row["difference"] == 0.0
     # Changes of -1, 0 and 1 answers per prompt: their mean has a standard error of 1 / sqrt(3), of 2 answers each.
     assert row["difference_high"] == pytest.approx(1.959964 / 3**0.5 / 2, rel=1e-5)
     assert row["difference_low"] == -row["difference_high"]
+    assert row["loss_change"] == pytest.approx(0.25)
+    assert row["loss_change_stderr"] == pytest.approx(12**-0.5 / 2)
+    assert math.isnan(answers.compare([[yes]], [[no]])["loss_change_stderr"])
 
 
 def test_sums_are_right_and_asked_behind_the_first_page(script):
@@ -407,7 +422,8 @@ def test_vllm_writes_the_answers_that_greedy_decoding_writes(script, tmp_path, p
     other[-1] = (other[-1] + 1) % model.config.vocab_size
     cases = [answers.Case(text, [(700, 703), (701, 704)]) for text in (written, other)]
     with torch.inference_mode():
-        assert answers.right(model, cases) == [[True, True], [True, False]]
+        read = [[answer.right for answer in case] for case in answers.answered(model, cases)]
+        assert read == [[True, True], [True, False]]
     actual = importlib.import_module("fidelity_engine").answers(
         str(tmp_path), cases, "float32", {}, prefix_hits=prefix_hits
     )
