@@ -316,28 +316,41 @@ def first_position(segments: Segments) -> int:
     return segments.sink + segments.recent + PAGE_TOKENS
 
 
-def log_probabilities(model: PreTrainedModel, window: Tensor, first: int) -> Tensor:
-    """[n, vocabulary] float32 log-probabilities of the tokens after positions first, first + 1, …"""
-    positions = torch.arange(first, len(window) - 1, device=model.device)
-    logits = model(window[None].to(model.device), use_cache=False, logits_to_keep=positions).logits
+def log_probabilities(model: PreTrainedModel, window: Tensor, first: int, start: int = 0) -> Tensor:
+    """[n, vocabulary] float32 log-probabilities of the tokens after tokens first, first + 1, …
+
+    ``start``: position of the window's first token. A model with rotary embeddings does not notice, a cache may.
+    """
+    judged = torch.arange(first, len(window) - 1, device=model.device)
+    moved = {"position_ids": torch.arange(start, start + len(window), device=model.device)[None]} if start else {}
+    logits = model(window[None].to(model.device), use_cache=False, logits_to_keep=judged, **moved).logits
     return logits[0].float().log_softmax(-1)
 
 
 def evaluate(
-    model: PreTrainedModel, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments
+    model: PreTrainedModel, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments, start: int = 0
 ) -> dict[str, Score]:
-    """Scores by configuration. Window by window, so that one window's exact distribution is kept at a time."""
+    """Scores by configuration. Window by window, so that one window's exact distribution is kept at a time.
+
+    Args:
+        model: a transformers model.
+        windows: token ids [T].
+        chosen: `Configuration` by name.
+        segments: the BF16 windows.
+        start: position of each window's first token.
+
+    """
     first = first_position(segments)
     scores = {name: Score() for name in chosen}
     for window in tqdm(windows, desc="windows", unit="window"):
         with intercept_attention(model, lambda call: call.attend()):
-            exact = log_probabilities(model, window, first)
+            exact = log_probabilities(model, window, first, start)
         following = window[first + 1 :].to(exact.device)
         for name, configuration in chosen.items():
-            start = time.monotonic()
+            begin = time.monotonic()
             with intercept_attention(model, configuration.attention(segments)):
-                actual = exact if configuration.store is None else log_probabilities(model, window, first)
-            scores[name].seconds += time.monotonic() - start
+                actual = exact if configuration.store is None else log_probabilities(model, window, first, start)
+            scores[name].seconds += time.monotonic() - begin
             scores[name].add(exact, actual, following)
     return scores
 
@@ -440,6 +453,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", default="manual", help="manual, code, a file or a folder of HTML pages (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1500, help="tokens per window (%(default)s)")
+    parser.add_argument(
+        "--start", type=int, default=0, help="position of a window's first token, in transformers (%(default)s)"
+    )
     parser.add_argument("--sink", type=int, default=64, help="BF16 tokens at the start (%(default)s)")
     parser.add_argument("--recent", type=int, default=256, help="BF16 tokens at the end (%(default)s)")
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"), help="(%(default)s)")
@@ -515,11 +531,13 @@ def main() -> None:
         return
     layers = None
     if options.engine == "vllm":
+        if options.start:
+            raise SystemExit("--start needs --engine transformers; a prompt of vLLM starts at position 0")
         scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype)
     else:
         model = load_model()
         with torch.inference_mode():
-            scores = evaluate(model, windows, chosen, segments)
+            scores = evaluate(model, windows, chosen, segments, options.start)
             if options.layers:
                 layers = fidelity_layers.measure(model, windows, chosen, segments)
     rows = {name: {"bits": chosen[name].bits} | score.row() for name, score in scores.items()}

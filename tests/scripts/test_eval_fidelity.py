@@ -74,6 +74,19 @@ def test_scores_rank_the_configurations(script, model, artifact):
 CONSTANTS = ["float", "naive", "hadamard", "uncalibrated", "int4_hadamard", "kivi2", "turboquant3"]
 
 
+def test_windows_may_stand_anywhere_in_a_context(script, model):
+    """The exact distributions do not change, so that the differences are the cache's; quantized keys do."""
+    window = script.evaluation_windows(TEXT * 60, ByteTokenizer(), 1, 640)
+    chosen = script.configurations(["bf16", "naive"], {}, model.config, SEGMENTS)
+    first = script.first_position(SEGMENTS)
+    with torch.inference_mode():
+        exact = [script.log_probabilities(model, window[0], first, start) for start in (0, 1000)]
+        near, far = (script.evaluate(model, window, chosen, SEGMENTS, start) for start in (0, 1000))
+    torch.testing.assert_close(exact[0], exact[1], atol=1e-3, rtol=0)
+    assert far["bf16"].row()["kl"] == 0
+    assert far["naive"].row()["kl"] != pytest.approx(near["naive"].row()["kl"], rel=1e-3)
+
+
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_are_made_on_the_device_of_the_keys(script, model, name):
     """On the device `meta`, whose elementwise operations refuse tensors of the CPU as a GPU's do."""
