@@ -59,6 +59,15 @@ LONG = prompts([40, 700, 1100], seed=74)
 BEAMS = {"name": "beams", "kind": "beams", "prompts": LONG, "width": 4, "max_tokens": 12}
 LETTERS = [[3 + token % 94 for token in prompt] for prompt in LONG]  # ASCII: half a character would stay in the answer
 STRUCTURED = {"name": "json", "kind": "structured", "prompts": LETTERS, "schema": SCHEMA, "max_tokens": 150}
+OTHERS = {"name": "others", "kind": "generate", "prompts": prompts([1700] * 12, seed=75), "max_tokens": 2}
+PUSHED_OUT = [  # of the pool by other prompts, then asked for again
+    MIXED | {"keep_cache": True},
+    OTHERS | {"keep_cache": True},
+    COUNTERS | {"name": "between", "keep_cache": True},
+    MIXED | {"name": "warm", "keep_cache": True},
+    COUNTERS | {"name": "after", "keep_cache": True},
+    {"name": "end", "kind": "generate", "prompts": prompts([5], seed=76), "max_tokens": 8},
+]
 ASLEEP = {"kind": "sleep", "prompts": MIXED["prompts"], "max_tokens": 24}
 
 ENGINE = {
@@ -137,6 +146,8 @@ def jobs(folder: Path) -> dict[str, Job]:
     unquantized = ({"block_size": 128, **GRAPHS}, [SCORE, MIXED])
     two = {"gpus": 2, "environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}}
     ranks = {**oscar(), "disable_custom_all_reduce": True}
+    offload = {"kv_offloading_size": 2, "num_gpu_blocks_override": 250, "enable_prefix_caching": True}
+    offload |= {"disable_log_stats": False, **GRAPHS}
     sleeping = [ASLEEP | {"name": "first", "level": 1}, ASLEEP | {"name": "second", "level": 2}]
     return {
         "main": trio(main),
@@ -148,6 +159,8 @@ def jobs(folder: Path) -> dict[str, Job]:
         "pipeline": Job(main, {"int2": ({**ranks, "pipeline_parallel_size": 2}, [SCORE, MIXED])}, **two),
         "process": Job(main, {"int2": (oscar(), [SCORE, MIXED])}, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
         "sleep": Job(main, {"int2": ({**oscar(), **GRAPHS, "enable_sleep_mode": True}, sleeping)}, alone=True),
+        "offload": Job(main, {"int2": ({**oscar(), **offload}, PUSHED_OUT)}),
+        "offload, tensor": Job(main, {"int2": ({**ranks, **offload, "tensor_parallel_size": 2}, PUSHED_OUT)}, **two),
         "fp8": trio(main, quantization="fp8_per_tensor"),
         "gptq": trio(write_quantized(PACKED, "gptq", folder)),
         "awq": trio(write_quantized(PACKED, "awq", folder)),
@@ -273,6 +286,20 @@ def test_sleep(runs: dict[str, Finished], level: str) -> None:
     assert after == before
 
 
+@pytest.mark.parametrize("name", ["offload", "offload, tensor"])
+def test_offloading(runs: dict[str, Finished], name: str) -> None:
+    """Prefixes come back from CPU memory with their windows: whole pages of every prompt, and the same answers."""
+    if name not in runs:
+        pytest.skip("needs 2 GPUs")
+    results = runs[name]["int2"]
+    counts = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
+    in_pool, in_store = (results["after"][count] - results["between"][count] for count in counts)
+    print(f"{in_pool:.0f} tokens found in the pool, {in_store:.0f} in the store")
+    assert in_store > 2500 > in_pool
+    for answers in (results["mixed"], results["warm"]):
+        assert_alike(distance({"mixed": answers}, runs["main"]["int2"], ("mixed",)), main_effect(runs))
+
+
 @pytest.mark.parametrize(("job", "method"), [("drafts", "draft_model"), ("eagle", "eagle"), ("mtp", "mtp")])
 def test_speculation(runs: dict[str, Finished], job: str, method: str) -> None:
     """Greedy tokens are those without drafts; the drafts of a shortened target are often right."""
@@ -319,6 +346,7 @@ def test_every_block_returns_to_the_pool(runs: dict[str, Finished]) -> None:
             for scenario, record in scenarios.items():
                 if pool := record["pool"]:
                     assert pool["reset"], (name, engine, scenario)
+                    assert not pool["in_store"], (name, engine, scenario)
                     assert pool["free"] is None or pool["free"] == pool["total"] - 1, (name, engine, scenario)
 
 
