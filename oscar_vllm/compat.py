@@ -390,35 +390,32 @@ def split_prefills_at_state_blocks() -> None:
 
 
 def zero_no_pages_on_cpu() -> None:
-    """Keep the CPU runner from zeroing our pages when their block is handed out.
+    """Let the CPU runner zero whole blocks, of every layer with another dtype, and none of ours.
 
-    Symptom: in a hybrid model on a CPU, pages of running requests turn to zeros.
-    Cause: such models zero new blocks, and ``CPUModelRunner._zero_block_ids`` indexes a layer's cache with block
-    numbers although the cache is in kernel blocks, several to a block. Our pages need no zeros: they are read only
-    after they were written. On a GPU ``KVBlockZeroer`` knows of kernel blocks.
+    Symptom: answers of NaN in models with sliding windows; in hybrid models, pages of running requests turn to zeros.
+    Cause: where layers of several dtypes share blocks, what another layer left in a block may be NaN, and kernels
+    multiply slots that nobody wrote by zero. So vLLM zeroes new blocks; but ``CPUModelRunner._zero_block_ids`` passes
+    sliding windows over, and indexes a layer's cache with block numbers although the cache is in kernel blocks, several
+    to a block. Our pages and windows need no zeros: they are read only where they were written. On a GPU
+    ``KVBlockZeroer`` does it right.
     Remove: when the CPU runner does, too.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from dataclasses import replace
-
+    import torch
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     def make(original: Callable) -> Callable:
         def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
-            config, layers = self.kv_cache_config, self.compilation_config.static_forward_context
-            others = [
-                group
-                for group in config.kv_cache_groups
-                if getattr(layers[group.layer_names[0]], "kv_cache_dtype", None) != DTYPE
-            ]
-            self.kv_cache_config = replace(config, kv_cache_groups=others)
-            try:
-                original(self, block_ids)
-            finally:
-                self.kv_cache_config = config
+            context, config = self.compilation_config.static_forward_context, self.kv_cache_config
+            layers = [context[name] for group in config.kv_cache_groups for name in group.layer_names]
+            if all(getattr(layer, "kv_cache_dtype", None) != DTYPE for layer in layers):
+                return original(self, block_ids)
+            for layer in layers:
+                if getattr(layer, "kv_cache_dtype", DTYPE) != DTYPE and isinstance(layer.kv_cache, torch.Tensor):
+                    layer.kv_cache.unflatten(0, (config.num_blocks, -1))[block_ids] = 0
 
         return _zero_block_ids
 

@@ -307,11 +307,13 @@ def test_hits_end_with_blocks_where_there_are_windows(monkeypatch, ours):
     assert HybridKVCacheCoordinator(config).allowed is not ours
 
 
-def test_the_cpu_runner_zeroes_blocks_of_other_layers_only(monkeypatch):
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_cpu_runner_zeroes_whole_blocks_of_other_layers(monkeypatch, mixed):
+    """Blocks of two kernel blocks; without our layers the runner's own method is called."""
     import vllm.v1.worker.cpu_model_runner as runner
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    zeroed = []
+    originally = []
 
     class CPUModelRunner:
         def __init__(self, config, layers):
@@ -319,16 +321,23 @@ def test_the_cpu_runner_zeroes_blocks_of_other_layers_only(monkeypatch):
             self.compilation_config = SimpleNamespace(static_forward_context=layers)
 
         def _zero_block_ids(self, block_ids):
-            zeroed.append(([group.layer_names for group in self.kv_cache_config.kv_cache_groups], block_ids))
+            originally.append(block_ids)
 
     monkeypatch.setattr(runner, "CPUModelRunner", CPUModelRunner)
     compat.zero_no_pages_on_cpu()
-    names = {"ours": "oscar_int2", "skipped": "auto"}
-    config = KVCacheConfig(8, [], [SimpleNamespace(layer_names=[name]) for name in names])
-    made = CPUModelRunner(config, {name: SimpleNamespace(kv_cache_dtype=dtype) for name, dtype in names.items()})
-    made._zero_block_ids([3, 4])
-    assert zeroed == [([["skipped"]], [3, 4])]
-    assert made.kv_cache_config is config
+    dtypes = {"ours": "oscar_int2" if mixed else "fp8", "skipped": "auto", "sliding": "auto"}
+    layers = {name: SimpleNamespace(kv_cache_dtype=x, kv_cache=torch.ones(8, 3)) for name, x in dtypes.items()}
+    layers |= {
+        "ours.oscar_window": SimpleNamespace(kv_cache=torch.ones(8, 3)),
+        "state": SimpleNamespace(kv_cache_dtype="auto", kv_cache=(torch.ones(4, 3), torch.ones(4, 3))),
+    }
+    config = KVCacheConfig(4, [], [SimpleNamespace(layer_names=[name]) for name in layers])
+    CPUModelRunner(config, layers)._zero_block_ids([0, 3])
+    assert originally == ([] if mixed else [[0, 3]])
+    for name, layer in layers.items():
+        for cache in layer.kv_cache if isinstance(layer.kv_cache, tuple) else (layer.kv_cache,):
+            zeroed = name in ("skipped", "sliding") and mixed
+            assert cache[:, 0].tolist() == ([0, 0, 1, 1, 1, 1, 0, 0] if zeroed else [1] * len(cache))
 
 
 # ---- configuration checks -------------------------------------------------------------------------------------------
