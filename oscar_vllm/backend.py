@@ -274,7 +274,6 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
-            "a logit soft cap": bool(logits_soft_cap),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             **{name: value is not None for name, value in unsupported.items()},
         }
@@ -287,6 +286,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.soft_cap = float(logits_soft_cap or 0.0)  # c tanh(logit / c); 0 for none
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -358,6 +358,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             layout=self.layout,
             num_query_heads=self.num_heads,
             scale=self.scale,
+            soft_cap=self.soft_cap,
             sink=self.settings.sink,
             recent=self.settings.recent,
             prefill=self.settings.options.prefill,
@@ -512,6 +513,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             query=query[:tokens],
             **batch,
             scale=self.scale,
+            soft_cap=self.soft_cap,
             recent=self.settings.recent,
             schedule=schedule,
             workspace=self.workspace,
@@ -549,6 +551,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             plan=metadata.gather,
             prefill=self.settings.options.prefill,
             scale=self.scale,
+            soft_cap=self.soft_cap,
             recent=self.settings.recent,
             max_query_len=metadata.max_query_len,
             buffers=buffers,
@@ -576,6 +579,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             value[:tokens],
             **self._batch(kv_cache, metadata),
             scale=self.scale,
+            soft_cap=self.soft_cap,
             recent=self.settings.recent,
             prefill=self.settings.options.prefill,
             max_decode_len=self.max_query_len,

@@ -271,9 +271,6 @@ def _unsupported_model(vllm_config: "VllmConfig") -> Iterator[str]:
         yield f"does not serve chunked local attention ({kind}); {_USE_AUTO}"
     if _uses_alibi(text):
         yield f"does not serve ALiBi position biases ({kind}); {_USE_AUTO}"
-    soft_cap = getattr(text, "attn_logit_softcapping", None)
-    if soft_cap:
-        yield f"does not serve attention logits with a soft cap ({kind}, {soft_cap}); {_USE_AUTO}"
     if vllm_config.cache_config.sliding_window is not None:
         yield (
             f"has nothing to compress: every layer of {kind} attends to a sliding window of "

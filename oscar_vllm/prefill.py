@@ -56,12 +56,12 @@ class PrefillBuffers:
 
 
 @functools.cache
-def flash_attention() -> tuple[Any, Any, int | None]:
+def flash_attention(head_size: int) -> tuple[Any, Any, int | None]:
     """vLLM's FlashAttention for ragged batches, its merge of partial results, and the version for this GPU."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-    return flash_attn_varlen_func, merge_attn_states, get_flash_attn_version()
+    return flash_attn_varlen_func, merge_attn_states, get_flash_attn_version(head_size=head_size)
 
 
 def attend_long(
@@ -73,6 +73,7 @@ def attend_long(
     plan: GatherPlan | None,
     prefill: Prefill,
     scale: float,
+    soft_cap: float,
     recent: int,
     max_query_len: int,
     buffers: PrefillBuffers | None,
@@ -89,6 +90,7 @@ def attend_long(
         plan: how `gather` goes about it, or None to read pages in place.
         prefill: ``"exact"`` or ``"invariant"``; a plan needs ``"exact"``.
         scale: softmax scale.
+        soft_cap: c > 0 turns every scaled logit x into c tanh(x / c), in every part; 0 leaves logits as they are.
         recent: recent tokens.
         max_query_len: most tokens of a request in the step.
         buffers: scratch memory; None where no request has earlier tokens.
@@ -98,13 +100,14 @@ def attend_long(
         [Hq, T] float32 log-sum-exp.
 
     """
-    flash_attn_varlen_func, merge_attn_states, version = flash_attention()
+    flash_attn_varlen_func, merge_attn_states, version = flash_attention(query.shape[2])
     flash = functools.partial(
         flash_attn_varlen_func,
         q=query,
         max_seqlen_q=max_query_len,
         cu_seqlens_q=batch["query_start_loc"],
         softmax_scale=scale,
+        softcap=soft_cap,
         return_softmax_lse=True,
         fa_version=version,
     )
@@ -157,6 +160,7 @@ def attend_long(
         query=query,
         **batch,
         scale=scale,
+        soft_cap=soft_cap,
         recent=recent,
         num_tokens=query.shape[0],
         num_requests=batch["seq_lens"].shape[0],

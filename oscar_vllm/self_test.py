@@ -19,7 +19,7 @@ the kernels are compiled, and compiles all that requests would wait for (warm_up
 
 Keys and queries are drawn in the codec's own coordinates, at the scale it was fitted to, and queries are scaled so that
 logits have a standard deviation of `LOGIT_SPREAD`: a dozen tokens share most of a query's weight, and one token read
-from the wrong place shows.
+from the wrong place shows. With a soft cap it is at least a twelfth of that, so that the cap shows as well.
 """
 
 import logging
@@ -74,6 +74,7 @@ class LayerKernels:
         max_query_len: most tokens of a decode query, 1 without speculation.
         max_requests: most requests of a decode step.
         has_sinks: whether heads have learned sinks, for which a log-sum-exp is needed.
+        soft_cap: c of logits c tanh(x / c), or 0.
 
     """
 
@@ -88,6 +89,7 @@ class LayerKernels:
     max_query_len: int = 1
     max_requests: int = 2
     has_sinks: bool = False
+    soft_cap: float = 0.0
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -95,7 +97,8 @@ class LayerKernels:
         codec = self.codec
         quantizers = [(q.kind, q.constant < 1.0) for q in (codec.key_quantizer, codec.value_quantizer)]
         segments = (self.sink, self.recent, self.prefill, self.max_query_len, self.max_requests, self.has_sinks)
-        return (self.layout, codec.num_kv_heads, self.num_query_heads, self.dtype, *segments, *quantizers)
+        heads = (codec.num_kv_heads, self.num_query_heads, self.soft_cap)
+        return (self.layout, *heads, self.dtype, *segments, *quantizers)
 
 
 _passed: set[tuple[Any, ...]] = set()
@@ -208,7 +211,8 @@ class _SelfTest:
         query = torch.randn(tokens, heads, groups, d, generator=self.generator)
         query = torch.einsum("thgs,hds->thgd", query, codec.key_encode)
         spread = torch.einsum("thgd,hdc,uhc->thgu", query[:64], torch.eye(d).expand(heads, d, d), key[:64])
-        query *= LOGIT_SPREAD / layer.scale / spread.square().mean((0, 2, 3)).sqrt()[:, None, None]
+        wanted = max(LOGIT_SPREAD, layer.soft_cap / 12)
+        query *= wanted / layer.scale / spread.square().mean((0, 2, 3)).sqrt()[:, None, None]
         key += codec.key_mean + self.mean * key.std((0, 2))[:, None]
         value = torch.randn(tokens, heads, d, generator=self.generator) + codec.value_mean + self.mean
         position = [torch.arange(b, b + n) for b, n in zip(before, new, strict=True)]
@@ -339,7 +343,7 @@ class _SelfTest:
         """Output [T, Hq, d] and lse [T, Hq] of the reference over the kernels' own pages."""
         layer = self.layer
         rules: dict[str, Any] = {"scale": layer.scale, "recent": layer.recent, "prefill": layer.prefill}
-        rules["max_decode_len"] = layer.max_query_len
+        rules |= {"max_decode_len": layer.max_query_len, "soft_cap": layer.soft_cap}
         return reference.attend(step.query, step.key, step.value, **self.arguments(False, step), **rules)
 
     def plan(self, step: _Step) -> GatherPlan:
@@ -373,6 +377,7 @@ class _SelfTest:
                 plan=plan,
                 prefill=layer.prefill,
                 scale=layer.scale,
+                soft_cap=layer.soft_cap,
                 recent=layer.recent,
                 max_query_len=CHUNK,
                 buffers=buffers,
@@ -381,6 +386,9 @@ class _SelfTest:
             out, lse = out.cpu().float(), lse.cpu().T
         expected, expected_lse = self.expected_attention(step)
         rounding = self._prefill_noise(step) if plan is None else self._gathered_noise(step)
+        if layer.soft_cap:
+            # A cap makes no error larger; but FlashAttention's tanh is right to 11 bits only.
+            rounding = rounding + 2.0**-11 * self._largest_logit(step)
         # Beside the logits: probabilities, values, partial outputs and the output are rounded to the dtype.
         allowed = 2 * rounding + 2 * torch.finfo(layer.dtype).eps
         error = self.relative(step, out - expected)
@@ -393,15 +401,28 @@ class _SelfTest:
         Rounding is a random walk (four standard deviations). tf32 drops the bits behind 11 of both factors, which makes
         every product smaller, by 2^-10 on average.
         """
-        noise = []
+        walk = [
+            torch.einsum("thd,nhd->thn", query.square(), key.square()).sqrt().amax(-1)
+            for query, key in self._scaled_queries_and_keys(step)
+        ]
+        rounding = 4 * torch.finfo(self.layer.dtype).eps / 12**0.5 * torch.cat(walk)
+        return rounding + 2.0**-10 * self._largest_logit(step)
+
+    def _largest_logit(self, step: _Step) -> Tensor:
+        """[T, Hq] largest size of a logit, before a cap."""
+        return torch.cat(
+            [
+                torch.einsum("thd,nhd->thn", query, key).abs().amax(-1)
+                for query, key in self._scaled_queries_and_keys(step)
+            ]
+        )
+
+    def _scaled_queries_and_keys(self, step: _Step) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each request, scaled queries [n, Hq, d] and keys [tokens, Hq, d] as a chunk's queries read them."""
         for request, (begin, end) in enumerate(pairwise(step.query_start_loc.tolist())):
             key = self._rows(step, request, slice(None))[0][0]
             key = key.repeat_interleave(self.layer.num_query_heads // key.shape[1], 1)
-            query = step.query[begin:end].float() * self.layer.scale
-            walk = torch.einsum("thd,nhd->thn", query.square(), key.square()).sqrt().amax(-1)
-            logit = torch.einsum("thd,nhd->thn", query, key).abs().amax(-1)
-            noise.append(4 * torch.finfo(self.layer.dtype).eps / 12**0.5 * walk + 2.0**-10 * logit)
-        return torch.cat(noise)
+            yield step.query[begin:end].float() * self.layer.scale, key
 
     def gather(self, step: _Step, plan: GatherPlan) -> None:
         """`gather` of all tokens of both sequences."""
@@ -528,6 +549,7 @@ class _SelfTest:
                     query=query,
                     **batch,
                     scale=layer.scale,
+                    soft_cap=layer.soft_cap,
                     recent=layer.recent,
                     schedule=schedule,
                     workspace=workspace,

@@ -278,8 +278,8 @@ def write_lora(geometry: Geometry, directory: Path, rank: int = 8) -> Path:
 def write_mixed(family: str, directory: Path, sharpness: float = 3.0) -> Path:
     """A random model whose layers alternate between a window of 256 tokens and all tokens, made by transformers.
 
-    ``gemma3``: every layer has a cache. ``gemma3n``: the last two of six read the caches of the two before them.
-    ``gpt_oss``: every head has a learned sink, about as heavy as its tokens; experts.
+    ``gemma2``: logits are capped at 50. ``gemma3``: every layer has a cache. ``gemma3n``: the last two of six read the
+    caches of the two before them. ``gpt_oss``: every head has a learned sink, about as heavy as its tokens; experts.
     """
     import transformers
 
@@ -300,7 +300,9 @@ def write_mixed(family: str, directory: Path, sharpness: float = 3.0) -> Path:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if family == "gemma3":
+    if family == "gemma2":
+        settings = transformers.Gemma2Config(**shape, query_pre_attn_scalar=64)
+    elif family == "gemma3":
         settings = transformers.Gemma3TextConfig(**shape, query_pre_attn_scalar=64)
     elif family == "gemma3n":
         shape |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 16}
@@ -312,6 +314,15 @@ def write_mixed(family: str, directory: Path, sharpness: float = 3.0) -> Path:
         settings = transformers.GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(settings).float()
     randomize(model, sharpness)
+    if family.startswith("gemma"):
+        # Gemma's embeddings are its vocabulary's weights and outweigh what layers add: it would repeat its input.
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("post_attention_layernorm.weight"):
+                    parameter += 1
+                elif name == "model.norm.weight":  # scales around 0, not around 1
+                    parameter += torch.randn(parameter.shape, generator=generator) / 3 - 1
     model.save_pretrained(path)
     return path
 

@@ -7,6 +7,7 @@ does not depend on what a page holds. `tests/engine/test_float_payload.py` has t
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,9 @@ QWEN3 = Geometry("qwen3", head_size=64, kv_heads=2, query_heads_per_kv_head=4)
 MIMO = Geometry("mimo", head_size=64, kv_heads=2, query_heads_per_kv_head=2)
 PACKED = Geometry("qwen2", head_size=64, kv_heads=2, query_heads_per_kv_head=2, sharpness=1.0, dtype="bfloat16")
 ONE_KV_HEAD = Geometry("qwen3", head_size=64, kv_heads=1, query_heads_per_kv_head=4)
+
+SHARP = 20.0
+"""Standard deviation of the logits of a model that caps them at 50."""
 
 SOME = prompts([5, 130, 300, 513, 700, 911], seed=0)
 MIXED = {"name": "mixed", "kind": "generate", "prompts": SOME, "max_tokens": 24}
@@ -146,6 +150,36 @@ def test_mixed_models(engines: Engines, family: str, int2: int) -> None:
     assert not leaks(run)
 
 
+@pytest.mark.slow
+def test_sliding_layers_reuse_blocks_of_pages(engines: Engines) -> None:
+    """Codes left in a block are NaN for a layer that keeps its dtype; answers are the same in every round."""
+    model = write_mixed("gpt_oss", engines.directory / "models")
+    before = {"name": "before", "kind": "generate", "prompts": prompts([600, 1100, 1700], seed=71), "max_tokens": 1}
+    rounds = {"name": "rounds", "kind": "generate", "prompts": prompts([130, 444, 911], seed=72), "rounds": 3}
+    codes = OSCAR | {"additional_config": {"oscar": {"rotation": "hadamard"}}, "max_num_batched_tokens": 512}
+    run = engines.run(model, codes, [before, rounds | {"max_tokens": 16}])
+    assert all(math.isfinite(x) for outputs in run["rounds"] for output in outputs for x in output["logprobs"][0])
+    first, second, third = run.tokens("rounds")
+    assert first == second == third
+    assert not leaks(run)
+
+
+@pytest.mark.slow
+def test_soft_cap(engines: Engines) -> None:
+    """Logits far beyond Gemma 2's cap, in decoding and in chunks of a prefill; without a cap answers are others."""
+    model = write_mixed("gemma2", engines.directory / "models", SHARP)
+    stock = engines.run(model, {}, [MIXED])
+    uncapped = engines.run(model, {"hf_overrides": {"attn_logit_softcapping": None}}, [MIXED])
+    assert sum(a != b for a, b in zip(stock.tokens("mixed")[0], uncapped.tokens("mixed")[0], strict=True)) >= 5
+    for prefill in ("exact", "invariant"):
+        options = OSCAR | {"additional_config": {"oscar": {"payload": "float", "prefill": prefill}}}
+        options |= {"max_num_batched_tokens": 600}
+        run = engines.run(model, options, [MIXED, {"name": "shapes", "kind": "shapes"}])
+        assert_same_tokens(run, stock, "mixed")
+        assert window_layers(run) == 2
+        assert not leaks(run)
+
+
 class Letters:
     """A tokenizer of one token per byte, none of them special."""
 
@@ -156,9 +190,12 @@ class Letters:
 
 
 @pytest.mark.slow
-def test_learned_sinks_with_a_calibrated_artifact(engines: Engines, tmp_path: Path) -> None:
-    """The engine's greedy tokens are those of transformers with the artifact's codecs, the sinks in every softmax."""
-    path = write_mixed("gpt_oss", engines.directory / "models")
+@pytest.mark.parametrize(("family", "sharpness"), [("gpt_oss", 3.0), ("gemma2", SHARP)])
+def test_mixed_models_with_a_calibrated_artifact(
+    engines: Engines, tmp_path: Path, family: str, sharpness: float
+) -> None:
+    """The engine's greedy tokens are those of transformers with the artifact's codecs, every sink or cap in place."""
+    path = write_mixed(family, engines.directory / "models", sharpness)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     size = {"num_samples": 2, "held_out": 1, "max_length": 1024, "dtype": "float32"}
     artifact = calibrate(model, tmp_path / "artifact", tokenizer=Letters(), **size).artifact

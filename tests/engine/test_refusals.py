@@ -63,16 +63,6 @@ UNSUPPORTED_MODELS = {
         },
         "ALiBi",
     ),
-    "soft-cap": (
-        DECODER
-        | {
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            "attn_logit_softcapping": 50.0,
-            "sliding_window": 4096,
-        },
-        "soft cap",
-    ),
     "attention-free": (
         {
             "architectures": ["MambaForCausalLM"],

@@ -27,6 +27,7 @@ from triton_ops.layout import PAGE_TOKENS, FloatPageLayout, page_head_size
 from triton_ops.prepare import QueryMatrix
 
 HEADS, GROUPS, D, SINK, RECENT = 1, 2, 64, 64, 128
+CAP = 0.5
 # Two decodes, then chunks: several pages of context, a page that the recent window cuts, and a prompt from its start.
 REQUESTS = [(400, 1), (90, 1), (530, 60), (300, 40), (100, 7), (0, 30)]
 
@@ -34,7 +35,7 @@ DECODES = [(400, 1), (511, 1), (90, 1)]
 """Decodes alone; one completes a page."""
 
 
-def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, causal, out, **options):
+def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, softcap, causal, out, **options):
     """FlashAttention's interface as the backend uses it: ragged keys, queries last, an optional window, natural lse."""
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf)
     starts = cu_seqlens_q.tolist()
@@ -48,6 +49,8 @@ def flash(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, caus
             seen &= distance <= options["window_size"][0]
         keys, values = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         logits = torch.einsum("nhd,thd->hnt", q[begin:end].float(), keys) * softmax_scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~seen, -torch.inf)
         lse[:, begin:end] = logits.logsumexp(-1)
         out[begin:end] = torch.einsum("hnt,thd->nhd", logits.softmax(-1).nan_to_num(), values).to(out.dtype)
@@ -58,7 +61,7 @@ def make_impl(codec, layout, options, head_size=D) -> OscarImpl:
     """An implementation as `OscarImpl.__init__` and `attach` leave it on a GPU."""
     impl = object.__new__(OscarImpl)
     impl.num_heads, impl.num_kv_heads = HEADS * GROUPS, HEADS
-    impl.head_size, impl.scale = head_size, head_size**-0.5
+    impl.head_size, impl.scale, impl.soft_cap = head_size, head_size**-0.5, 0.0
     impl.settings = EngineSettings(options, None)
     impl.layout, impl.codec, impl.uses_kernels = layout, codec.to("cpu"), True
     impl.window_name, impl.sinks = "layer.oscar_window", None
@@ -99,6 +102,7 @@ def test_a_layer_with_kernels_tests_itself_once_loaded(monkeypatch):
     options = OscarConfig(prefill="invariant", sink=SINK, recent=RECENT).resolved()
     impl = make_impl(codec, layout, options)
     impl.loaded_codec, impl.max_requests, impl.max_query_len = impl.codec, 8, 4
+    impl.soft_cap = 50.0
     tested = []
     monkeypatch.setattr(backend, "self_test_once", lambda kernels, device: tested.append((kernels, device)))
     monkeypatch.setattr(backend, "_decode_workspace", lambda *sizes: sizes)
@@ -107,6 +111,7 @@ def test_a_layer_with_kernels_tests_itself_once_loaded(monkeypatch):
     ((kernels, _),) = tested
     assert kernels.codec is impl.codec
     assert (kernels.layout, kernels.num_query_heads, kernels.scale) == (layout, HEADS * GROUPS, D**-0.5)
+    assert kernels.soft_cap == 50.0
     assert (kernels.sink, kernels.recent, kernels.prefill) == (SINK, RECENT, "invariant")
     assert (kernels.dtype, kernels.max_query_len) == (torch.float16, 4)
 
@@ -157,15 +162,19 @@ def run_step(monkeypatch, impl, step, pages, windows, *, head_size=D) -> tuple[t
 
 
 @pytest.mark.parametrize(
-    ("requests", "prefill", "gathered", "sinks", "head_size"),
+    ("requests", "prefill", "gathered", "sinks", "head_size", "soft_cap"),
     [
-        (REQUESTS, "exact", True, False, D),
-        (REQUESTS, "exact", True, True, D),
-        (REQUESTS, "exact", False, True, D),
-        (REQUESTS, "invariant", False, False, D),
-        (REQUESTS, "exact", True, False, 40),
-        (DECODES, "exact", False, True, D),
-        (DECODES, "exact", False, False, 40),
+        (REQUESTS, "exact", True, False, D, 0.0),
+        (REQUESTS, "exact", True, True, D, 0.0),
+        (REQUESTS, "exact", False, True, D, 0.0),
+        (REQUESTS, "invariant", False, False, D, 0.0),
+        (REQUESTS, "exact", True, False, 40, 0.0),
+        (DECODES, "exact", False, True, D, 0.0),
+        (DECODES, "exact", False, False, 40, 0.0),
+        (REQUESTS, "exact", True, True, D, CAP),
+        (REQUESTS, "exact", False, False, D, CAP),
+        (REQUESTS, "invariant", False, False, D, CAP),
+        (DECODES, "exact", False, False, D, CAP),
     ],
     ids=[
         "gathered",
@@ -175,9 +184,13 @@ def run_step(monkeypatch, impl, step, pages, windows, *, head_size=D) -> tuple[t
         "padded heads",
         "decodes",
         "decodes with padded heads",
+        "gathered with soft cap and learned sinks",
+        "in place with soft cap",
+        "invariant with soft cap",
+        "decodes with soft cap",
     ],
 )
-def test_a_step_equals_the_reference(monkeypatch, requests, prefill, gathered, sinks, head_size):
+def test_a_step_equals_the_reference(monkeypatch, requests, prefill, gathered, sinks, head_size, soft_cap):
     codec, layout = make_codec(HEADS, D, "page")
     options = OscarConfig(prefill=prefill, sink=SINK, recent=RECENT).resolved()
     step = make_step(requests, heads=HEADS, groups=GROUPS, d=D, layout=layout, sink=SINK, recent=RECENT)
@@ -194,10 +207,11 @@ def test_a_step_equals_the_reference(monkeypatch, requests, prefill, gathered, s
         step.pages[step.page_table[r, :count].long()] = encoded
 
     impl = make_impl(codec, layout, options, head_size)
+    impl.soft_cap = soft_cap
     if sinks:  # as heavy as all tokens together
         impl.sinks = torch.randn(HEADS * GROUPS, generator=generator) + 6
     monkeypatch.setattr(backend, "GATHER_MIN_TOKENS", 1 if gathered or prefill == "invariant" else 10_000)
-    monkeypatch.setattr(prefill_module, "flash_attention", lambda: (flash, merge_attn_states, 3))
+    monkeypatch.setattr(prefill_module, "flash_attention", lambda _: (flash, merge_attn_states, 3))
     pages, windows = step.pages.clone(), step.windows.clone()
     output, metadata = run_step(monkeypatch, impl, step, pages, windows, head_size=head_size)
     decodes = sum(new == 1 for _, new in requests)
@@ -213,9 +227,12 @@ def test_a_step_equals_the_reference(monkeypatch, requests, prefill, gathered, s
     reference.demote(step.key, step.value, **batch)
     assert torch.equal(windows.nan_to_num(), step.windows.nan_to_num())
     assert (pages != step.pages).double().mean() < 1e-3
-    expected, lse = reference.attend(
-        step.query, step.key, step.value, **batch, scale=impl.scale, recent=RECENT, prefill=prefill
-    )
+    rules = {"scale": impl.scale, "recent": RECENT, "prefill": prefill}
+    expected, lse = reference.attend(step.query, step.key, step.value, **batch, **rules, soft_cap=soft_cap)
+    if soft_cap:
+        plain, _ = reference.attend(step.query, step.key, step.value, **batch, **rules)
+        moved = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(moved.quantile(0.05)) > 0.1
     expected = expected[..., :head_size]
     if sinks:  # one more token, whose value is 0
         expected *= (lse - torch.logaddexp(lse, impl.sinks.expand_as(lse))).exp()[..., None]

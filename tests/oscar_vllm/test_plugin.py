@@ -102,7 +102,6 @@ REFUSED = {
     "dual batch overlap": ("parallel_config.enable_dbo", True, "--enable-dbo"),
     "fast prefill": ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     "hisparse": ("attention_config.hisparse_config", SimpleNamespace(), "HiSparse"),
-    "soft cap": ("model_config.hf_text_config.attn_logit_softcapping", 30.0, "soft cap"),
     "alibi": ("model_config.hf_text_config.alibi", True, "ALiBi"),
     "alibi by position embedding": ("model_config.hf_text_config.position_embedding_type", "alibi", "ALiBi"),
     "alibi in attn_config": ("model_config.hf_text_config.attn_config", {"alibi": True}, "ALiBi"),

@@ -23,7 +23,7 @@ GRID = {"multiprocessors": 4, "capability": (9, 0)} if INTERPRETED else {}
 @pytest.fixture(autouse=True)
 def flash_attention_on_a_cpu(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(prefill, "flash_attention", lambda: (flash, merge_attn_states, 3))
+        monkeypatch.setattr(prefill, "flash_attention", lambda _: (flash, merge_attn_states, 3))
 
 
 def layer(kind: str = "page", *, heads: int = 1, groups: int = 2, d: int = 64, queries: int = 1, **options):
@@ -37,8 +37,9 @@ def layer(kind: str = "page", *, heads: int = 1, groups: int = 2, d: int = 64, q
     [
         {"kind": "spectral", "queries": 4, "sink": 0},
         {"kind": "token", "groups": 3, "prefill": "invariant", "dtype": torch.float16, "recent": 144},
+        {"kind": "page", "groups": 4, "soft_cap": 50.0},
     ],
-    ids=["spectral", "token"],
+    ids=["spectral", "token", "soft cap"],
 )
 def test_right_kernels_pass_whatever_the_loader_set(options):
     """vLLM loads weights with the model's dtype as torch's default; the global random state is not touched."""
@@ -79,19 +80,19 @@ def wrong_scale(original):
 
 def no_merge(original):
     """Partial results that are never added."""
-    function, _, version = original()
-    return lambda: (function, lambda *tensors: tensors[5].copy_(tensors[4]), version)
+    function, _, version = original(64)
+    return lambda _: (function, lambda *tensors: tensors[5].copy_(tensors[4]), version)
 
 
 def wrong_lse(original):
     """FlashAttention whose log-sum-exp is wrong where keys are not causal."""
-    function, merge, version = original()
+    function, merge, version = original(64)
 
     def attention(causal, **arguments):
         out, lse, *_ = function(causal=causal, **arguments)
         return out, lse if causal else lse + 0.3
 
-    return lambda: (attention, merge, version)
+    return lambda _: (attention, merge, version)
 
 
 def crashes(original):
@@ -142,6 +143,32 @@ def test_a_wrong_kernel_is_named(monkeypatch, case):
         assert part in text
 
 
+def no_cap(original):
+    """A kernel that knows of no soft cap."""
+    return lambda **arguments: original(**arguments | {"soft_cap": 0.0})
+
+
+def flash_without_cap(original):
+    """FlashAttention that knows of no soft cap."""
+    function, merge, version = original(64)
+    return lambda _: (lambda **arguments: function(**arguments | {"softcap": 0.0}), merge, version)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "wrong", "message"),
+    [
+        (module, "attend_decode", no_cap, "attend_decode.*wrong results"),
+        (prefill, "attend_prefill", no_cap, "attend_prefill with FlashAttention.*wrong results"),
+        (prefill, "flash_attention", flash_without_cap, "with FlashAttention.*wrong results"),
+    ],
+)
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_a_kernel_without_the_models_soft_cap_is_found(monkeypatch, place, name, wrong, message, cap):
+    monkeypatch.setattr(place, name, wrong(getattr(place, name)))
+    with pytest.raises(OscarSelfTestError, match=message):
+        self_test(layer(soft_cap=cap), DEVICE, **GRID)
+
+
 def test_nan_is_an_error(monkeypatch):
     original = module.attend_decode
 
@@ -160,11 +187,11 @@ def test_layers_of_one_shape_are_tested_once(monkeypatch, caplog):
     tested = []
     monkeypatch.setattr(module, "self_test", lambda layer, device: tested.append((layer.shape, device)))
     monkeypatch.setattr(module, "_passed", set())
-    for candidate in (layer(), layer(), layer("spectral"), layer(groups=4), layer("token")):
+    for candidate in (layer(), layer(), layer("spectral"), layer(groups=4), layer("token"), layer(soft_cap=30.0)):
         self_test_once(candidate, "cuda:0")
-    assert len(tested) == 3  # a spectral codec of the same geometry runs the same kernels
+    assert len(tested) == 4  # a spectral codec of the same geometry runs the same kernels
     self_test_once(layer(), "cuda:1")
-    assert len(tested) == 4
+    assert len(tested) == 5
     assert [r.message.split(" in ")[0] for r in caplog.records[-2:]] == [
         "OSCAR self-test passed on cuda:0",
         "OSCAR self-test passed on cuda:1",
