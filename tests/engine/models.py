@@ -359,6 +359,38 @@ def write_hybrid(directory: Path) -> Path:
     return path
 
 
+def write_linear_hybrid(directory: Path, sharpness: float = 1.0) -> Path:
+    """A random Qwen3-Next in bfloat16: three layers with the gated delta rule to one with full attention, experts."""
+    import transformers
+
+    path = directory / "linear-hybrid"
+    settings = transformers.Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=4,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(settings).bfloat16()
+    randomize(model, sharpness)
+    model.save_pretrained(path)
+    return path
+
+
 def write_blip2(directory: Path) -> Path:
     """A random BLIP-2: images of 28 x 28 pixels become 8 tokens in front of a decoder of 3 heads of size 64."""
     import transformers

@@ -31,6 +31,7 @@ from tests.engine.models import (
     byte_tokenizer,
     prompts,
     write_eagle_head,
+    write_linear_hybrid,
     write_lora,
     write_mixed,
     write_model,
@@ -148,6 +149,7 @@ def jobs(folder: Path) -> dict[str, Job]:
     ranks = {**oscar(), "disable_custom_all_reduce": True}
     offload = {"kv_offloading_size": 2, "num_gpu_blocks_override": 250, "enable_prefix_caching": True}
     offload |= {"disable_log_stats": False, **GRAPHS}
+    linear = {"stock": {}, "int2": oscar(), "reference": oscar(ops="reference")}
     sleeping = [ASLEEP | {"name": "first", "level": 1}, ASLEEP | {"name": "second", "level": 2}]
     return {
         "main": trio(main),
@@ -174,6 +176,9 @@ def jobs(folder: Path) -> dict[str, Job]:
         "gpt_oss": trio(write_mixed("gpt_oss", folder, sharpness=1.0)),
         "gemma3": trio(write_mixed("gemma3", folder, sharpness=1.0)),
         "gemma3n": trio(write_mixed("gemma3n", folder, sharpness=1.0)),
+        "linear attention": Job(
+            write_linear_hybrid(folder), {name: (cache, [SCORE, MIXED]) for name, cache in linear.items()}
+        ),
         "head size 96": trio(write_model(PHI3, folder)),
         "float16": trio(write_model(HALF, folder), dtype="float16"),
     }
@@ -255,7 +260,11 @@ def main_effect(runs: dict[str, Finished], name: str = "main") -> Distance:
 
 
 @pytest.mark.parametrize(
-    "name", ["main", "one KV head", "fp8", "gptq", "awq", "gpt_oss", "gemma3", "gemma3n", "head size 96", "float16"]
+    "name",
+    [
+        *("main", "one KV head", "fp8", "gptq", "awq", "gpt_oss", "gemma3", "gemma3n", "linear attention"),
+        *("head size 96", "float16"),
+    ],
 )
 def test_models_and_weights(runs: dict[str, Finished], name: str) -> None:
     assert_kernels_agree(runs[name])
