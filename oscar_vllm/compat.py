@@ -213,6 +213,9 @@ def attach_window_caches() -> None:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             if self.kv_cache_dtype == DTYPE:
+                # Here and not at registration: only a worker builds layers, other processes need no model runner.
+                zero_no_pages_on_cpu()
+                end_prefills_at_states_on_cpu()
                 _attach_window_cache(self, get_current_vllm_config())
             elif self.layer_name.startswith(_DRAFT_MODEL_PREFIX):
                 _put_draft_model_first(get_current_vllm_config())

@@ -44,8 +44,6 @@ def register() -> None:
     compat.fix_block_size()
     compat.hit_whole_blocks()
     compat.split_prefills_at_state_blocks()
-    compat.zero_no_pages_on_cpu()
-    compat.end_prefills_at_states_on_cpu()
     compat.check_engine_config(prepare)
 
 
