@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--num-samples", type=int, default=10, help="samples for the statistics (%(default)s)")
     data.add_argument("--held-out", type=int, default=2, help="samples to choose and measure by (%(default)s)")
     data.add_argument("--max-length", type=int, default=2048, help="tokens per sample (%(default)s)")
+    data.add_argument("--max-position", type=int, metavar="N", help="tokens of the longest context to be served "
+                      "(the model's limit, at most 131072)")
     data.add_argument("--seed", type=int, default=0, help="which samples (%(default)s)")
     run = top.add_argument_group("model execution")
     run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),

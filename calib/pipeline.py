@@ -2,6 +2,7 @@
 """The calibration run: load, collect, choose, check, write. A killed run goes on where it stopped."""
 
 import hashlib
+import inspect
 import json
 import math
 import platform
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from calib.capture import intercept_attention
 from calib.data import load_documents, token_windows
+from calib.positions import PageRotations, held_out_starts, over_context
 from calib.quantizer_search import LayerChoice, QuantizerSearch
 from calib.rotation import PRESETS, Recipe
 from calib.simulate import QuantizedCache, Segments
@@ -31,11 +33,31 @@ from triton_ops.layout import PAGE_TOKENS, page_head_size
 CHECKPOINT = "calibration_statistics.safetensors"
 """Statistics of an unfinished run, in the output directory; removed when the artifact is written."""
 
+MAX_POSITION = 131_072
+"""Longest context that is calibrated for unless another is asked for."""
+
+ROTATION_TOKENS = 512
+"""Tokens of a sample that are read twice to see what moving them does."""
+
 TOKENS_PER_DIMENSION = 16
 """Fewest tokens per head dimension for a covariance whose small eigenvalues mean something."""
 
 _JUDGED = 512
 """Token positions per held-out sample whose logits are compared, evenly spaced behind the first history."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text and where in a context it stands.
+
+    Attributes:
+        ids: [T] int64 token ids.
+        start: position of its first token.
+
+    """
+
+    ids: Tensor
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,7 @@ def calibrate(
     num_samples: int = 10,
     held_out: int = 2,
     max_length: int = 2048,
+    max_position: int | None = None,
     seed: int = 0,
     dtype: str = "auto",
     device_map: str | None = None,
@@ -108,6 +131,8 @@ def calibrate(
         num_samples: samples for the statistics; held_out: further samples to choose constants and measure by.
         held_out: see num_samples.
         max_length: tokens per sample.
+        max_position: tokens of the longest context to be served (calib/positions.py); default: the model's own limit,
+            at most `MAX_POSITION`.
         seed: which samples, and in which order.
         dtype: of the model: ``"auto"`` is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: passed to transformers, such as ``"auto"``; default: one GPU if there is one, else the CPU.
@@ -155,6 +180,8 @@ def calibrate(
         model = _load_model(model, config, dtype, device_map, load)
     _check_weights(model)
     model.eval()
+    context = _context(model, recipe, max_position, max_length)
+    starts = held_out_starts(len(judged), max_length, context)
 
     started = time.monotonic()
     settings = _settings(name, config, model.dtype, windows, segments)
@@ -162,10 +189,14 @@ def calibrate(
     checkpoint = output_dir / CHECKPOINT
     with torch.inference_mode():
         statistics, skipped = _collect(model, samples, settings, segments, checkpoint, checkpoint_seconds)
-        search, exact = _search(model, judged, statistics, recipe, segments)
+        if recipe.positions == "context":
+            rotations = _rotations(model, samples[0][:ROTATION_TOKENS])
+            statistics = over_context(statistics, rotations, max_length, context)
+        placed = [Sample(ids, start) for ids, start in zip(judged, starts, strict=True)]
+        search, exact = _search(model, placed, statistics, recipe, segments)
         candidates = _candidates(search, recipe)
         figures_of = {
-            name: _judge(model, judged, QuantizedCache(_codecs(choices), segments), exact, segments, name)
+            name: _judge(model, placed, QuantizedCache(_codecs(choices), segments), exact, segments, name)
             for name, choices in candidates.items()
         }
     best = min(candidates, key=lambda name: figures_of[name]["kl"])
@@ -183,6 +214,7 @@ def calibrate(
             "samples": len(samples),
             "held_out_samples": len(judged),
             "max_length": max_length,
+            "max_position": context,
             "tokens": len(samples) * max_length,
             "seed": seed,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -255,6 +287,32 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise OscarConfigError(f"weight {name} holds non-finite values; fetch the model anew")
 
 
+def _context(model: PreTrainedModel, recipe: Recipe, max_position: int | None, max_length: int) -> int:
+    """Tokens of the longest context to calibrate for: those of a sample where positions are not looked at."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if max_position is not None and not max_length <= max_position <= (limit or max_position):
+        raise OscarConfigError(
+            f"max_position={max_position} is out of range; use at least max_length={max_length}, the tokens of a "
+            f"sample, and at most max_position_embeddings={limit} of the model"
+        )
+    if recipe.positions == "samples":
+        return max_length
+    return max_position or max(max_length, min(limit or MAX_POSITION, MAX_POSITION))
+
+
+def _rotations(model: PreTrainedModel, ids: Tensor) -> PageRotations:
+    """What moving a text by a page does to each layer's keys and queries."""
+    rotations = PageRotations()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise OscarConfigError(f"{type(model).__name__} takes no position_ids; calibrate with --positions samples")
+    with intercept_attention(model, rotations):
+        for start in (0, PAGE_TOKENS):
+            _forward(model, Sample(ids, start))
+    if rotations.fixed:
+        print(f"positions do not rotate the keys of layers {rotations.fixed}; samples stand for all", file=sys.stderr)
+    return rotations
+
+
 def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor], segments: Segments) -> dict[str, Any]:
     """What the statistics depend on, for `Statistics.settings`."""
     digest = hashlib.sha256()
@@ -297,7 +355,7 @@ def _collect(
         progress = tqdm(total=len(samples), initial=statistics.samples, desc="statistics", unit="sample")
         with progress:
             for sample in samples[statistics.samples :]:
-                _forward(model, sample)
+                _forward(model, Sample(sample))
                 statistics.samples += 1
                 progress.update()
                 if time.monotonic() - saved_at >= checkpoint_seconds:
@@ -312,24 +370,27 @@ def _collect(
     return statistics, interception.skipped
 
 
-def _forward(model: PreTrainedModel, sample: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Logits [1, n, vocabulary] of some positions (default: the last one only)."""
-    keep: Any = 1 if positions is None else positions
-    return model(sample[None].to(_device(model)), use_cache=False, logits_to_keep=keep).logits
+def _forward(model: PreTrainedModel, sample: Sample, judged: Tensor | None = None) -> Tensor:
+    """Logits [1, n, vocabulary] of some tokens (default: the last one only)."""
+    keep: Any = 1 if judged is None else judged
+    ids, moved = sample.ids[None].to(_device(model)), {}
+    if sample.start:
+        moved["position_ids"] = torch.arange(sample.start, sample.start + ids.shape[1], device=ids.device)[None]
+    return model(ids, use_cache=False, logits_to_keep=keep, **moved).logits
 
 
-def _positions(length: int, segments: Segments) -> Tensor:
+def _judged_tokens(length: int, segments: Segments) -> Tensor:
     first = segments.sink + segments.recent
     return torch.linspace(first, length - 2, min(_JUDGED, length - 1 - first)).long()
 
 
-def _log_probabilities(model: PreTrainedModel, sample: Tensor, segments: Segments) -> Tensor:
-    logits = _forward(model, sample, _positions(len(sample), segments))[0]
+def _log_probabilities(model: PreTrainedModel, sample: Sample, segments: Segments) -> Tensor:
+    logits = _forward(model, sample, _judged_tokens(len(sample.ids), segments))[0]
     return logits.float().log_softmax(-1).cpu()
 
 
 def _search(
-    model: PreTrainedModel, judged: list[Tensor], statistics: Statistics, recipe: Recipe, segments: Segments
+    model: PreTrainedModel, judged: list[Sample], statistics: Statistics, recipe: Recipe, segments: Segments
 ) -> tuple[QuantizerSearch, list[Tensor]]:
     """Every candidate measured per layer, and the exact model's log-probabilities on the same samples."""
     search = QuantizerSearch(statistics, recipe, segments)
@@ -357,7 +418,7 @@ def _codecs(choices: dict[int, LayerChoice]) -> dict[int, LayerCodec]:
 
 def _judge(
     model: PreTrainedModel,
-    judged: list[Tensor],
+    judged: list[Sample],
     cache: QuantizedCache,
     exact: list[Tensor],
     segments: Segments,
@@ -368,7 +429,7 @@ def _judge(
     with intercept_attention(model, cache):
         for sample, expected in zip(tqdm(judged, desc=f"checking {name}", unit="sample"), exact, strict=True):
             actual = _log_probabilities(model, sample, segments)
-            following = sample[_positions(len(sample), segments) + 1][:, None]
+            following = sample.ids[_judged_tokens(len(sample.ids), segments) + 1][:, None]
             kl.append((expected.exp() * (expected - actual)).sum(-1))
             top1.append((expected.argmax(-1) == actual.argmax(-1)).float())
             loss.append(-actual.gather(1, following))
@@ -399,8 +460,9 @@ Constants for serving `{artifact.model}` with a 2-bit KV cache in vLLM through t
 
 * Artifact id `{artifact.artifact_id}`, model fingerprint `{artifact.fingerprint}`, {len(artifact.layers)} layers.
 * {artifact.sink} sink and {artifact.recent} recent tokens stay BF16.
-* Statistics over {calibration["tokens"]} tokens ({calibration["samples"]} samples of {calibration["max_length"]}) of
-  dataset `{calibration["dataset"]}`, seed {calibration["seed"]}, {calibration["dtype"]}; {seconds:.0f} s.
+* For contexts of up to {calibration["max_position"]} tokens. Statistics over {calibration["tokens"]} tokens
+  ({calibration["samples"]} samples of {calibration["max_length"]}) of dataset `{calibration["dataset"]}`, seed
+  {calibration["seed"]}, {calibration["dtype"]}; {seconds:.0f} s.
 
 | choice | value |
 |---|---|

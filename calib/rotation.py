@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple] = {
     "composition": ("identity", "H", "U", "UH", "UHP"),
     "key_target": ("query", "key"),
     "query_weight": ("history", "uniform"),
+    "positions": ("context", "samples"),
     "value_target": ("output", "mean_field", "value"),
     "allocation": ("spectral", "uniform"),
     "max_bits": (2, 4, 6, 8),
@@ -56,6 +57,8 @@ class Recipe:
         key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
         query_weight: how queries count in M_Q: each by what its attention may lose by errors in history
             (``"history"``, see `LayerStatistics.attending_moment`), or all alike.
+        positions: whether queries and keys are those of all positions of the longest context (``"context"``,
+            calib/positions.py) or those of the samples alone.
         value_target: U of values from the attention output's moment, from its mean-field stand-in, or from the values.
         allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
         max_bits: most bits of a direction with spectral allocation; None: 4 or 8, by the model's KL on held-out text.
@@ -75,6 +78,7 @@ class Recipe:
     composition: Literal["identity", "H", "U", "UH", "UHP"] = "UH"
     key_target: Literal["query", "key"] = "query"
     query_weight: Literal["history", "uniform"] = "history"
+    positions: Literal["context", "samples"] = "context"
     value_target: Literal["output", "mean_field", "value"] = "output"
     allocation: Literal["spectral", "uniform"] = "spectral"
     max_bits: int | None = None
@@ -116,12 +120,13 @@ class Recipe:
 
 
 PRESETS = {
-    "default": Recipe(),
+    "default": Recipe(key_constant=1.1),
     # arXiv 2605.17757 and its public code: one rotation per layer, K from M_Q, V from the mean-field moment.
     "reference": Recipe(
         granularity="layer",
         composition="UHP",
         query_weight="uniform",
+        positions="samples",
         value_target="mean_field",
         allocation="uniform",
         zero="token",

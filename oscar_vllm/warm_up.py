@@ -89,7 +89,8 @@ def decode_launches(
         if ("attend", *rows) not in launches:
             launches["attend", *rows] = partial(
                 attend_partials, query=query, scale=layer.scale, recent=layer.recent, schedule=schedule(grid),
-                workspace=workspace, **{name: x for name, x in written.items() if name not in batch},
+                workspace=workspace, soft_cap=layer.soft_cap,
+                **{name: x for name, x in written.items() if name not in batch},
             )  # fmt: skip
             launches["prepare", *rows] = partial(prepare_query, **prepared, **lengths)
             launches["write", *rows] = partial(

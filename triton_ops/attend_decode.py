@@ -701,7 +701,7 @@ def _add_partials(
     return m_new, total, mass, window, history
 
 
-@triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests"])
+@triton.jit(do_not_specialize=["query_start_ptr", "seq_lens_ptr", "num_requests", "lse_stride"])
 def _merge_kernel(
     partial_ptr,
     stats_ptr,

@@ -174,6 +174,7 @@ def jobs(folder: Path) -> dict[str, Job]:
             {"stock": unquantized, "int2": undrafted, "mtp": drafting(method="mtp", num_speculative_tokens=1)},
         ),
         "gpt_oss": trio(write_mixed("gpt_oss", folder, sharpness=1.0)),
+        "gemma2": trio(write_mixed("gemma2", folder, sharpness=8.0)),
         "gemma3": trio(write_mixed("gemma3", folder, sharpness=1.0)),
         "gemma3n": trio(write_mixed("gemma3n", folder, sharpness=1.0)),
         "linear attention": Job(
@@ -262,7 +263,7 @@ def main_effect(runs: dict[str, Finished], name: str = "main") -> Distance:
 @pytest.mark.parametrize(
     "name",
     [
-        *("main", "one KV head", "fp8", "gptq", "awq", "gpt_oss", "gemma3", "gemma3n", "linear attention"),
+        *("main", "one KV head", "fp8", "gptq", "awq", "gpt_oss", "gemma2", "gemma3", "gemma3n", "linear attention"),
         *("head size 96", "float16"),
     ],
 )
