@@ -36,7 +36,7 @@ from torch import Tensor
 from oscar_vllm.errors import OscarSelfTestError
 from oscar_vllm.prefill import PrefillBuffers, attend_long
 from oscar_vllm.rotation import plain_tensors
-from oscar_vllm.warm_up import decode_launches, in_background
+from oscar_vllm.warm_up import compile_ahead
 from triton_ops import reference
 from triton_ops.append import append
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
@@ -135,9 +135,10 @@ def self_test(
     """
     device = torch.device(device)
     gpu: dict[str, Any] = {"multiprocessors": multiprocessors, "capability": capability}
-    # The first launches below compile the kernels of prefill; those of decode are compiled meanwhile.
-    with torch.no_grad(), plain_tensors(), in_background(decode_launches(layer, device, **gpu), device) as wait:
+    with torch.no_grad(), plain_tensors():
         test = _SelfTest(layer, device)
+        with test.kernel("attend_decode"):
+            compile_ahead(layer, device, **gpu)
         test.write("the prompts", test.advance([0, 0], test.prompt_lengths))
         step = test.advance(test.prompt_lengths, [CHUNK, CHUNK])
         test.write("a chunk", step)
@@ -146,8 +147,6 @@ def self_test(
             plan = test.plan(step)
             test.gather(step, plan)
             test.prefill(step, plan)
-        with test.kernel("attend_decode"):
-            wait()
         decoder = test.decoder(**gpu)
         step = test.advance(test.seq_lens, [1, 1])
         test.write("a decoded token", step)

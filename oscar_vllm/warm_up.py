@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every variant of the decode kernels at start-up, several at a time.
+"""Compile every variant of the decode kernels at start-up.
 
 Triton compiles a kernel when it is first launched with other constants, in one to four seconds. Which constants a step
 launches depends on its number of requests, so a server would stop for seconds when a batch reaches a new size, or when
 the first long prompt comes. Here every variant that a batch of up to ``max_requests`` requests can launch is launched
-once, on a batch without tokens, from a pool of threads: compilers hold no interpreter lock for most of their time.
+once, on a batch without tokens. Triton keeps what it compiled for the next start.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +23,6 @@ from triton_ops.write_and_prepare import write_and_prepare
 
 if TYPE_CHECKING:
     from oscar_vllm.self_test import LayerKernels
-
-MAX_THREADS = 12
 
 
 def decode_launches(
@@ -116,35 +111,12 @@ def decode_launches(
     return list(launches.values())
 
 
-@contextmanager
-def in_background(launches: list[Callable[[], Any]], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Run launches in threads while the body runs; none in Triton's interpreter, where nothing is compiled.
+def compile_ahead(layer: "LayerKernels", device: torch.device, **gpu: Any) -> None:
+    """Run `decode_launches` on a GPU; in Triton's interpreter nothing is compiled.
 
-    Args:
-        launches: functions that only launch kernels.
-        device: the GPU.
-
-    Yields:
-        A function that waits until all have run, and raises what one of them raised.
-
+    One after the other: threads save nothing (36 s alone, 36 s with twelve, on an H200), because Triton's compiler
+    keeps the interpreter lock.
     """
-
-    def run(launch: Callable[[], Any]) -> None:
-        with torch.cuda.device(device):
+    if not triton.knobs.runtime.interpret:
+        for launch in decode_launches(layer, device, **gpu):
             launch()
-
-    if triton.knobs.runtime.interpret:
-        launches = []
-    threads = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(launches)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="oscar-compile") as pool:
-        futures = [pool.submit(run, launch) for launch in launches]
-
-        def wait() -> None:
-            for future in futures:
-                future.result()
-            # Two threads that compile the same function first may both make its table of variants, and one is lost.
-            # What is missing now is read from Triton's cache.
-            for launch in launches:
-                launch()
-
-        yield wait

@@ -25,6 +25,7 @@ answers small tasks (fidelity_exact_match.py); both count right answers, paired 
 
 import argparse
 import csv
+import json
 import math
 import platform
 import re
@@ -459,6 +460,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sink", type=int, default=64, help="BF16 tokens at the start (%(default)s)")
     parser.add_argument("--recent", type=int, default=256, help="BF16 tokens at the end (%(default)s)")
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"), help="(%(default)s)")
+    parser.add_argument(
+        "--engine-options", type=json.loads, default={}, help="with --engine vllm: arguments of vllm.LLM, as JSON"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument(
@@ -484,6 +488,7 @@ def main() -> None:
     for item in options.artifact:
         name, _, folder = item.partition("=")
         artifacts[name] = Path(folder or name)
+    fidelity_engine.COMMON.update(options.engine_options)
     config = AutoConfig.from_pretrained(options.model)
     chosen = configurations([x for x in options.configurations.split(",") if x], artifacts, config, segments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)

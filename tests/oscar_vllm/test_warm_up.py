@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled at start-up is all that decode steps launch, whatever their number of requests."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from oscar_vllm.self_test import LayerKernels
-from oscar_vllm.warm_up import decode_launches, in_background
+from oscar_vllm.warm_up import decode_launches
 from tests.triton_ops.step_cases import INTERPRETED
 from tests.triton_ops.test_attend_decode import make_codec
 from triton_ops.attend_decode import DecodeWorkspace, attend_decode
@@ -115,19 +114,3 @@ def test_steps_of_any_size_launch_what_was_compiled(compiled, case):
         for length in {1, queries}:
             launch_steps(tested, requests, length)
     assert compiled - ahead == set()
-
-
-def test_launches_end_before_the_wait_does_and_their_errors_are_raised(monkeypatch):
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))  # any context manager
-    threads: list[str] = []
-    launches = [lambda: threads.append(threading.current_thread().name)] * 5
-    with in_background(launches, torch.device("cpu")) as wait:
-        wait()
-        assert sum(name.startswith("oscar-compile") for name in threads) == 5
-    with pytest.raises(RuntimeError, match="ptxas"), in_background([failing], torch.device("cpu")) as wait:
-        wait()
-
-
-def failing() -> None:
-    raise RuntimeError("ptxas")
