@@ -239,6 +239,7 @@ class Case:
             plan=plan,
             prefill="exact",
             scale=HEAD_SIZE**-0.5,
+            soft_cap=0.0,
             recent=RECENT,
             max_query_len=self.longest,
             buffers=buffers,

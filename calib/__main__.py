@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     for name, legal in CHOICES.items():
         recipe.add_argument(_flag(name), type=type(legal[0]), choices=legal)
     recipe.add_argument("--ridge", type=float, help="regularization of the queries' covariance")
-    recipe.add_argument("--key-constant", type=float, help="kappa or clip of keys (default: searched)")
+    recipe.add_argument("--key-constant", type=float,
+                        help="kappa or clip of keys (1.1; searched with --allocation uniform)")
     recipe.add_argument("--value-constant", type=float, help="kappa or clip of values (default: searched)")
     return top
 

@@ -23,6 +23,10 @@ KEY_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2, 1.4), "minmax": (0.9, 0.94, 0.96,
 VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1.0)}
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
+SPECTRAL_KAPPA = 1.1
+"""kappa of keys with spectral allocation. A search by layer finds others, by attention KL, and the model's own KL is
+worse by 10 % then (docs/fidelity.md, "What was tried")."""
+
 QUERIES = 128
 """Query positions judged per sample, evenly spaced over those that have a history."""
 
@@ -97,7 +101,7 @@ class _Candidates:
 
     def __init__(self, statistics: LayerStatistics, recipe: Recipe, device: torch.device) -> None:
         self.statistics, self.recipe = statistics, recipe
-        keys = (recipe.key_constant,) if recipe.key_constant else KEY_CONSTANTS[recipe.quantizer]
+        keys = key_constants(recipe)
         values = (recipe.value_constant,) if recipe.value_constant else VALUE_CONSTANTS[recipe.quantizer]
         middle = keys[len(keys) // 2], values[len(values) // 2]
         compared = {
@@ -133,6 +137,13 @@ class _Candidates:
             key_kl=_compare(self.key_kl, key, samples),
             value_error=_compare(self.value_error, value, samples),
         )
+
+
+def key_constants(recipe: Recipe) -> tuple[float, ...]:
+    """The candidates for keys."""
+    if recipe.key_constant is not None:
+        return (recipe.key_constant,)
+    return (SPECTRAL_KAPPA,) if recipe.allocation == "spectral" else KEY_CONSTANTS[recipe.quantizer]
 
 
 _Name = str | tuple[int, float]

@@ -69,8 +69,9 @@ class Recipe:
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
         centre: calibrated means to subtract; keys only with ``zero="token"``.
-        key_constant: the quantizer's constant for keys; None: searched per layer on held-out text.
-        value_constant: likewise for values.
+        key_constant: the quantizer's constant for keys; None: `quantizer_search.SPECTRAL_KAPPA` with spectral
+            allocation, else searched per layer on held-out text.
+        value_constant: likewise for values, always searched.
 
     """
 
@@ -120,7 +121,7 @@ class Recipe:
 
 
 PRESETS = {
-    "default": Recipe(key_constant=1.1),
+    "default": Recipe(),
     # arXiv 2605.17757 and its public code: one rotation per layer, K from M_Q, V from the mean-field moment.
     "reference": Recipe(
         granularity="layer",

@@ -139,6 +139,17 @@ class Artifact:
         )
 
     @property
+    def max_position(self) -> int | None:
+        """Tokens of the longest context it was calibrated for; None: no matter, or not known.
+
+        Bits by spectrum hold for the positions that calibration looked at (calib/positions.py). Before it looked at
+        more than the samples, ``max_position`` was not recorded.
+        """
+        if self.method.get("allocation") != "spectral":
+            return None
+        return self.calibration.get("max_position", self.calibration.get("max_length"))
+
+    @property
     def zero(self) -> Zero:
         """``"page"`` or ``"token"``; the same for every layer."""
         return next(iter(self.layers.values())).zero

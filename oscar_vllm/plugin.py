@@ -64,6 +64,22 @@ def prepare(vllm_config: "VllmConfig") -> None:
     keep_draft_dtype(vllm_config)
     offload_with_windows(vllm_config)
     logger.info(validate_vllm_config(vllm_config))
+    if warning := beyond_calibration(vllm_config):
+        logger.warning(warning)
+
+
+def beyond_calibration(vllm_config: "VllmConfig") -> str | None:
+    """What to say where the engine takes longer contexts than its artifact was calibrated for."""
+    from oscar_vllm.rotation import engine_settings
+
+    artifact, longest = engine_settings(vllm_config).artifact, vllm_config.model_config.max_model_len
+    calibrated = None if artifact is None else artifact.max_position
+    if calibrated is None or longest <= calibrated:
+        return None
+    return (
+        f"--max-model-len {longest}: the artifact was calibrated for contexts of up to {calibrated} tokens, and keys "
+        f"further on lose more; calibrate again with --max-position {longest}, or lower --max-model-len"
+    )
 
 
 def keep_sliding_window_layers(vllm_config: "VllmConfig") -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole calibration runs on small random models: what is written, what is resumed, what is refused."""
 
+import functools
 import json
 import os
 import signal
@@ -127,6 +128,7 @@ def test_a_run_that_raised_resumes_where_it_stopped(tmp_path, monkeypatch):
     straight = calibrate(model, tmp_path / "straight", **FAST).artifact.artifact_id
     seen, forward = [], model.forward
 
+    @functools.wraps(forward)
     def counted(tokens, **options):
         seen.append(bytes(tokens[0].tolist()))
         if len(seen) == 3:
@@ -141,6 +143,29 @@ def test_a_run_that_raised_resumes_where_it_stopped(tmp_path, monkeypatch):
     assert resumed.artifact.artifact_id == straight
     assert len(set(seen[:2] + seen[3:4])) == 3  # the third sample is done, the first two are not done again
     assert seen[2] == seen[3]
+
+
+def test_the_longest_context_is_the_models_unless_another_is_asked_for(tmp_path, capsys):
+    """Positions change the codec of keys; the paper's recipe knows the samples' only."""
+    model = random_model()
+    near, far = (calibrate(model, tmp_path / str(n), max_position=n, **FAST).artifact for n in (512, None))
+    reference = calibrate(model, tmp_path / "reference", recipe=PRESETS["reference"], **FAST).artifact
+    samples = calibrate(model, tmp_path / "samples", recipe=Recipe(positions="samples", key_constant=1.1), **FAST)
+    assert [artifact.max_position for artifact in (near, far, reference)] == [512, 4096, None]
+    assert samples.artifact.max_position == 512
+    assert not torch.equal(near.layers[0].key_encode, far.layers[0].key_encode)
+    torch.testing.assert_close(near.layers[0].key_encode, samples.artifact.layers[0].key_encode)
+    assert "positions do not rotate" not in capsys.readouterr().err
+
+
+def test_a_model_that_takes_no_positions_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    model = random_model()
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda tokens, use_cache, logits_to_keep: forward(
+        tokens, use_cache=use_cache, logits_to_keep=logits_to_keep))  # fmt: skip
+    with pytest.raises(OscarConfigError, match="takes no position_ids; calibrate with --positions samples"):
+        calibrate(model, tmp_path / "a", **FAST)
+    calibrate(model, tmp_path / "b", recipe=Recipe(positions="samples"), **FAST)
 
 
 def test_a_checkpoint_of_other_settings_is_not_used(tmp_path, monkeypatch, capsys):
@@ -190,6 +215,8 @@ def test_a_run_killed_by_sigkill_resumes_to_the_same_artifact(tmp_path):
         ({"sink": 129}, "sink=129 is out of range"),
         ({"num_samples": 0}, "num_samples=0"),
         ({"held_out": 0}, "held_out=0"),
+        ({"max_position": 511}, "max_position=511 is out of range; use at least max_length=512"),
+        ({"max_position": 4097}, "and at most max_position_embeddings=4096 of the model"),
     ],
 )
 def test_unusable_options_are_refused(tmp_path, options, message):

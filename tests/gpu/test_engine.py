@@ -162,8 +162,9 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(finished):
     files = Path(triton_ops.__file__).parent.glob("*.py")
     kernels = {name for file in files for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)}
     assert "_demote_kernel" in kernels
-    for name, log in finished[1].items():
-        assert "JIT monitor activated" in log, name
+    watched = {name: log for name, log in finished[1].items() if "JIT monitor activated" in log}  # none in eager mode
+    assert {"graphs", "full", "piecewise", "ngram"} <= set(watched)
+    for name, log in watched.items():
         assert not kernels & set(LATE.findall(log)), name
 
 

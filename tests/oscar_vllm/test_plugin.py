@@ -3,6 +3,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from vllm.config import KVTransferConfig
 
 import oscar_vllm
 from oscar_vllm import plugin
+from oscar_vllm.artifact import Artifact
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
+from oscar_vllm.rotation import engine_settings
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -78,6 +81,33 @@ def test_prepare_logs_the_summary_once(config, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="oscar_vllm"):
         plugin.prepare(config)
     assert [record.message.startswith("OSCAR KV cache: 2.25 bits") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("method", "calibration", "warned"),
+    [
+        ("spectral", {"max_position": 500}, 500),
+        ("spectral", {"max_length": 300}, 300),  # written before positions were looked at
+        ("spectral", {"max_position": 100_000}, None),
+        ("uniform", {"max_position": 500}, None),
+    ],
+)
+def test_contexts_beyond_the_calibrated_ones_are_warned_of(config, monkeypatch, caplog, method, calibration, warned):
+    artifact = Artifact({}, {}, "m", method={"allocation": method}, calibration=calibration)
+    settings = replace(engine_settings(config), artifact=artifact)
+    monkeypatch.setattr("oscar_vllm.rotation.engine_settings", lambda _: settings)
+    message = plugin.beyond_calibration(config)
+    if warned is None:
+        assert message is None
+        return
+    longest = config.model_config.max_model_len
+    assert f"--max-model-len {longest}: the artifact was calibrated for contexts of up to {warned} tokens" in message
+    assert f"--max-position {longest}" in message
+    monkeypatch.setattr(plugin, "validate_vllm_config", lambda _: "summary")
+    monkeypatch.setattr(logging.getLogger("oscar_vllm"), "parent", logging.getLogger())
+    with caplog.at_level(logging.INFO, logger="oscar_vllm"):
+        plugin.prepare(config)
+    assert [(record.levelname, record.message) for record in caplog.records][1:] == [("WARNING", message)]
 
 
 def test_log_records_reach_vllms_handlers():
