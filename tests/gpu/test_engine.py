@@ -36,6 +36,7 @@ ENGINE = {
     "max_num_batched_tokens": 512,
 }
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+ENVIRONMENTS = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 
 
 def oscar(**options) -> dict:
@@ -60,6 +61,7 @@ ENGINES = {
     "compiled": {**oscar(), "compilation_config": {"cudagraph_mode": "NONE"}},
     "piecewise": {**oscar(), "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "full": oscar(),
+    "v1": oscar(),
     "reference": {**oscar(ops="reference"), "enforce_eager": True},
     "invariant": {**oscar(prefill="invariant"), "enforce_eager": True},
     "invariant_reference": {**oscar(prefill="invariant", ops="reference"), "enforce_eager": True},
@@ -111,7 +113,10 @@ def finished(tmp_path_factory) -> tuple[dict[str, dict], dict[str, str]]:
         command = [sys.executable, "-m", "tests.engine.runner", f"{folder}/{name}.json", f"{folder}/{name}.result"]
         with (folder / f"{name}.log").open("w") as log:
             processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, **ENVIRONMENTS.get(name, {})},
             )
     results, logs = {}, {}
     for name, process in processes.items():
@@ -149,6 +154,10 @@ def apart(one: dict, other: dict, scenarios: tuple[str, ...] = ("score", "mixed"
 def test_graphs_change_nothing(runs, one, other):
     for scenario in ("first", "mixed", "hits", "loop"):
         assert outputs(runs[one], scenario) == outputs(runs[other], scenario), scenario
+
+
+def test_both_model_runners_agree(runs):
+    assert_alike(apart(runs["v1"], runs["full"], ("mixed",)), apart(runs["invariant"], runs["stock"]))
 
 
 @pytest.mark.parametrize(("kernels", "ops"), [("eager", "reference"), ("invariant", "invariant_reference")], ids=str)
