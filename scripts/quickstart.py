@@ -29,8 +29,9 @@ from fetch_model import MODELS, fetch_model
 
 TOPICS = ("assignment", "typesmapping", "string-methods", "class", "compound")
 DEFAULT_CPU_CACHE_GIB = "1"
-# Lines of the engine's log worth showing: vLLM's capacity line and the plugin's start-up summary.
-SHOWN_LOG_LINES = re.compile(r"(?:CPU|GPU) KV cache size: .*|OSCAR KV cache: .*")
+# Lines of the engine's log worth showing: vLLM's capacity line, the plugin's start-up summary and its warning of
+# contexts longer than the artifact was calibrated for.
+SHOWN_LOG_LINES = re.compile(r"(?:CPU|GPU) KV cache size: .*|OSCAR KV cache: .*|--max-model-len \d+: the artifact .*")
 
 
 # ---------------------------------------------------------------------------------------- one engine process
