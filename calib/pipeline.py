@@ -296,6 +296,10 @@ def _context(model: PreTrainedModel, recipe: Recipe, max_position: int | None, m
             f"sample, and at most max_position_embeddings={limit} of the model"
         )
     if recipe.positions == "samples":
+        if max_position is not None:
+            raise OscarConfigError(
+                f"max_position={max_position} has no effect with positions='samples'; leave out one of them"
+            )
         return max_length
     return max_position or max(max_length, min(limit or MAX_POSITION, MAX_POSITION))
 

@@ -216,6 +216,7 @@ def test_a_run_killed_by_sigkill_resumes_to_the_same_artifact(tmp_path):
         ({"num_samples": 0}, "num_samples=0"),
         ({"held_out": 0}, "held_out=0"),
         ({"max_position": 511}, "max_position=511 is out of range; use at least max_length=512"),
+        ({"max_position": 2048, "recipe": PRESETS["reference"]}, "max_position=2048 has no effect with positions='sam"),
         ({"max_position": 4097}, "and at most max_position_embeddings=4096 of the model"),
     ],
 )
