@@ -114,7 +114,7 @@ PY
 
 environment_make() {
     local base=${PYTHON:-python3} device stamp wanted python vllm_version started=$SECONDS
-    local -a venv_options=()
+    local -a versions=(-c "$OSCAR_ROOT/scripts/constraints.txt")
     # An activated environment of this project must not become the base of its own replacement.
     case "$(command -v "$base")" in "$OSCAR_VENV"/*) base="$OSCAR_VENV/bin/python" ;; esac
     device=$(environment_device)
@@ -136,21 +136,24 @@ environment_make() {
         return 0
     fi
     environment_say "making $OSCAR_VENV for $device with $("$base" --version)"
-    if [ ! -x "$OSCAR_VENV/bin/python" ]; then
-        if [ "$device" = cuda ] && environment_supported_vllm "$base" >/dev/null; then
-            venv_options+=(--system-site-packages)
-        fi
-        "$base" -m venv "${venv_options[@]}" "$OSCAR_VENV" || {
+    python=$OSCAR_VENV/bin/python
+    if [ ! -x "$python" ]; then
+        "$base" -m venv "$OSCAR_VENV" || {
             environment_say "'$base -m venv' failed (on Debian and Ubuntu: apt install python3-venv)"
             return 1
         }
+        if [ "$device" = cuda ] && environment_supported_vllm "$base" >/dev/null; then
+            # Not --system-site-packages, which looks past the environment that $base may itself be in.
+            "$base" -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
+                >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base_environment.pth" || return
+        fi
     fi
-    python=$OSCAR_VENV/bin/python
     rm -f "$stamp"
     "$python" -m pip install -q --disable-pip-version-check 'pip>=24' || return
     if [ "$device" = cuda ]; then
         if vllm_version=$(environment_supported_vllm "$python"); then
             environment_say "using the installed vllm $vllm_version"
+            versions=() # what vLLM came with stays
         else
             environment_say "vllm $VLLM_GPU_VERSION with its CUDA libraries (several GB)"
             "$python" -m pip install -q "vllm==$VLLM_GPU_VERSION" || return
@@ -164,8 +167,7 @@ sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' "$TORCH_CPU_VERSION" 
     fi
     environment_say "oscar-vllm (editable), calibration and test tools"
     "$python" -m pip install -q 'setuptools>=77,<81' || return
-    "$python" -m pip install -q -c "$OSCAR_ROOT/scripts/constraints.txt" --no-build-isolation \
-        -e "$OSCAR_ROOT[calib,quickstart,test]" || return
+    "$python" -m pip install -q "${versions[@]}" --no-build-isolation -e "$OSCAR_ROOT[calib,quickstart,test]" || return
     "$python" -c 'import torch, triton, vllm
 from importlib.metadata import entry_points
 assert any(e.name == "oscar" for e in entry_points(group="vllm.general_plugins")), "plugin entry point missing"

@@ -357,19 +357,26 @@ def evaluate(
 
 
 def evaluate_engine(
-    model: str, windows: list[Tensor], chosen: dict[str, Configuration], segments: Segments, dtype: str
+    model: str,
+    windows: list[Tensor],
+    chosen: dict[str, Configuration],
+    segments: Segments,
+    dtype: str,
+    common: dict[str, Any],
 ) -> dict[str, Score]:
-    """The same scores from vLLM; the exact model is vLLM's own with its unquantized cache."""
+    """The same scores from vLLM, with arguments ``common`` of every ``LLM``; the exact model is vLLM's own with its
+    unquantized cache."""
     engines = {name: configuration.served() for name, configuration in chosen.items()}
     first = first_position(segments)
     scores = {name: Score() for name in chosen}
-    with fidelity_engine.scored(model, windows, first, dtype, {}) as exact:
+    with fidelity_engine.scored(model, windows, first, dtype, common) as exact:
         for name, engine in engines.items():
             start = time.monotonic()
             with ExitStack() as stack:
                 actual = exact  # an engine without arguments is the exact one
                 if engine:
-                    actual = stack.enter_context(fidelity_engine.scored(model, windows, first, dtype, engine))
+                    scored = fidelity_engine.scored(model, windows, first, dtype, common | engine)
+                    actual = stack.enter_context(scored)
                 for window, p, q in zip(windows, exact, actual, strict=True):
                     scores[name].add(torch.from_numpy(p[:]), torch.from_numpy(q[:]), window[first + 1 :])
             scores[name].seconds = time.monotonic() - start
@@ -488,7 +495,6 @@ def main() -> None:
     for item in options.artifact:
         name, _, folder = item.partition("=")
         artifacts[name] = Path(folder or name)
-    fidelity_engine.COMMON.update(options.engine_options)
     config = AutoConfig.from_pretrained(options.model)
     chosen = configurations([x for x in options.configurations.split(",") if x], artifacts, config, segments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -538,7 +544,7 @@ def main() -> None:
     if options.engine == "vllm":
         if options.start:
             raise SystemExit("--start needs --engine transformers; a prompt of vLLM starts at position 0")
-        scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype)
+        scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype, options.engine_options)
     else:
         model = load_model()
         with torch.inference_mode():

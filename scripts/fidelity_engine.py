@@ -21,9 +21,6 @@ import numpy as np
 from fidelity_answers import Case
 from torch import Tensor
 
-COMMON: dict[str, Any] = {}
-"""Arguments of every engine, such as its share of the memory."""
-
 
 @contextmanager
 def scored(
@@ -127,7 +124,6 @@ def _engine(model: str, length: int, dtype: str, engine: dict[str, Any], job: di
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
-        **COMMON,
         **engine,
     }
     environment = {

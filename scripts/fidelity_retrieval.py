@@ -178,8 +178,9 @@ def evaluate_engine(
     asked = [case for pairs in made.values() for case, _ in pairs]
 
     def answers_of(engine: dict[str, Any]) -> dict[int, list[list[Answer]]]:
+        arguments = options.engine_options | engine
         written = iter(
-            fidelity_engine.answers(options.model, asked, options.dtype, engine, prefix_hits=options.prefix_hits)
+            fidelity_engine.answers(options.model, asked, options.dtype, arguments, prefix_hits=options.prefix_hits)
         )
         return {
             length: [[Answer(right, math.nan) for right in next(written)] for _ in pairs]

@@ -30,6 +30,7 @@ Symptoms of a continuation, each a fixed rule on its tokens or characters:
 import argparse
 import html.entities
 import http
+import json
 import mimetypes
 import sys
 import unicodedata
@@ -260,6 +261,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of a prompt; of a chat at most (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of a continuation (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="arguments of vllm.LLM, as JSON")
     parser.add_argument("--csv", type=Path, help="append a row per prompt and cache to this file")
     options = parser.parse_args()
 
@@ -283,8 +285,9 @@ def main() -> int:
     prompts = [prompt for *_, prompt in cases]
     oscar = {"artifact": str(Path(options.artifact).resolve())} if options.artifact else {}
     served = {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}}
-    quantized = run(prompts, options.new_tokens, engine=served)
-    exact = run(prompts, options.new_tokens, engine={}, judged=[quantized.tokens])
+    common = options.engine_options
+    quantized = run(prompts, options.new_tokens, engine=common | served)
+    exact = run(prompts, options.new_tokens, engine=common, judged=[quantized.tokens])
 
     def examine(at: int, tokens: list[int], nats: float) -> Symptoms:
         return symptoms(texts[at], readable(tokenizer, tokens), tokens, nats, exact.prompt_nats[at])
@@ -300,7 +303,7 @@ def main() -> int:
     branches: dict[int, list[int]] = {}
     if only_oscar:
         heads = {at: quantized.tokens[at][: equal[at] + 1] for at in only_oscar}
-        tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine={}).tokens
+        tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine=common).tokens
         branches = {at: (head + tail)[: options.new_tokens] for (at, head), tail in
                     zip(heads.items(), tails, strict=True)}  # fmt: skip
     # The branch's likelihood was not computed and excuses nothing.

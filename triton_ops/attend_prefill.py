@@ -30,9 +30,9 @@ from torch import Tensor
 
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
 from triton_ops.layout import PageLayout
+from triton_ops.prepare import LOG2_E
 from triton_ops.soft_cap import capped, soft_cap_log2
 
-LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
 """Running maximum before the first key: finite, so that nothing subtracts infinity from infinity."""
 
@@ -692,7 +692,7 @@ def attend_prefill(
         factors,
         codec.key_query,
         codec.key_mean,
-        scale * LOG2E,
+        scale * LOG2_E,
         num_tokens,
         query.stride(0),
         query.stride(1),
@@ -723,7 +723,7 @@ def attend_prefill(
         seq_lens,
         codec.value_rotation,
         codec.value_mean,
-        scale * LOG2E,
+        scale * LOG2_E,
         num_requests,
         sink,
         recent,

@@ -354,7 +354,7 @@ def test_what_cannot_be_evaluated_ends_in_one_line(script, model):
         script.evaluation_windows("short", ByteTokenizer(), 2, 640)
     chosen = script.configurations(["bf16", "kivi2"], {}, model.config, SEGMENTS)
     with pytest.raises(SystemExit, match="vLLM serves bf16, uncalibrated and --artifact NAME=DIR only"):
-        script.evaluate_engine("model", [], chosen, SEGMENTS, "float32")
+        script.evaluate_engine("model", [], chosen, SEGMENTS, "float32", {})
 
 
 def test_html_pages_become_text(script, tmp_path):
@@ -415,7 +415,7 @@ def test_vllm_and_transformers_agree(script, tmp_path):
     chosen = script.configurations(["uncalibrated"], {}, model.config, SEGMENTS)
     with torch.inference_mode():
         expected = script.evaluate(model, windows, chosen, SEGMENTS)["uncalibrated"].row()
-    actual = script.evaluate_engine(str(tmp_path), windows, chosen, SEGMENTS, "float32")["uncalibrated"].row()
+    actual = script.evaluate_engine(str(tmp_path), windows, chosen, SEGMENTS, "float32", {})["uncalibrated"].row()
     assert actual["kl"] == pytest.approx(expected["kl"], rel=0.02)
     assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
     assert actual["positions"] == expected["positions"]
