@@ -5,24 +5,27 @@
 work list (schedule.py) for one KV head and writes partial results. The second merges a row's partials, un-rotates the
 history part and adds the windows' part.
 
-**A page** (128 tokens; layout.py). Key codes are the A operand of an INT8 MMA and come from memory as its fragments;
-the query's (high, low) halves are the B operand (prepare.py): two columns per row or, from 8 rows, one column and two
-MMAs into the same sums. With raw sums x = sum f n c::
+**A page** (128 tokens; layout.py). The query's slot weights are INT8 (high, low) halves (prepare.py), codes come from
+memory as the fragments of an MMA. With raw sums x = sum f n c::
 
     logit   S_t = u * (x_t - 1.5 sum f n) * s_t + q . mu                  zero="page", the offset starts the sum
             S_t = u * (x_t * s_t + z_t * sum f n) + q . key_mean          zero="token"
-    weight  p_t = 2 ** (S_t - page maximum)
+    weight  p_t = 2 ** (S_t - reference)
     output  O  += sum_t (p_t * scale_t) c_t + sum_t p_t * zero_t
 
-Up to 4 rows, whose halves fill an MMA's 8 columns, p_t * scale_t is quantized to 15 bits against the page's largest
-value scale, so it cannot overflow whatever the scales are, and enters the second INT8 MMA as (high, low) columns too.
 Integers are exact; sums stay below 2**24.
 
-From 8 rows the second MMA multiplies float16 and adds to the float32 output itself, one column per row. A code masked
-in place, plane j of a byte of a 16-bit word, is the float16 subnormal c 4**j 2**-24: tensor cores take it exactly,
-nothing is converted, and 4**-j goes into the weight. Logits and value scales are taken relative to references that are
-raised only when a page exceeds them, the logits by more than 8, the scales to twice the page's largest. So most pages
-need no maximum across lanes and no rescaling; and a weight, 2**7 4**-j at the references, stays below 2**15.
+*Up to 4 rows* keys are the A operand and both halves of the rows fill an MMA's 8 columns. The reference is the page's
+maximum; p_t * scale_t is quantized to 15 bits against the page's largest value scale, so it cannot overflow whatever
+the scales are, and enters the second INT8 MMA as (high, low) columns too.
+
+*From 8 rows* the query is the A operand, both halves of 8 rows or one half of 16. Then a lane has the logits of pairs
+of tokens of one row, which is how the second MMA wants its B operand: nothing moves between lanes. That one multiplies
+float16 and adds to the float32 output. A code masked in place, plane j of a byte of a 16-bit word, is the float16
+subnormal c 4**j 2**-24: tensor cores take it exactly, nothing is converted, and 4**-j goes into the weight. Sums of p_t
+and of p_t * zero_t are MMAs too. Logits and value scales are relative to references that change only when a page
+exceeds them, the logits by more than 8; scales then to a power of two at least twice the page's largest. So most pages
+need no maximum across lanes and no rescaling, and 2**7 p_t and its product with a scale stay below 2**15.
 
 Which tokens a query reads as BF16 and which from pages is the rule of `reference.attend` with ``prefill="exact"``,
 token by token, but only pages at the edges of history pay for a mask.
@@ -185,33 +188,29 @@ def _load_codes(pointer, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_key_codes(pointer, part: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """A page's key codes of slots 128 part and up, [128, 32] int8, rows as in `_row_token`. Head sizes 128 and 256."""
-    if HEAD_SIZE == 128:
-        x = tl.load(pointer + tl.arange(0, 4096))
-        x = x.reshape([4, 2, 2, 4, 4, 2, 2, 4]).trans(1, 3, 6, 0, 2, 5, 4, 7).reshape([128, 32])
-    else:
-        x = _load_codes(pointer + part * 4096, 128)
-    return x
+def _load_key_rows(pointer, ROWS: tl.constexpr):
+    """64 or 128 rows of key codes, [ROWS, 32] int8, rows as in `_row_token`: the A operand of an MMA."""
+    x = tl.load(pointer + tl.arange(0, ROWS * 32))
+    x = x.reshape([ROWS // 64, 2, 2, 2, 2, 2, 4, 2, 2, 4]).trans(0, 2, 5, 8, 1, 3, 4, 7, 6, 9)
+    return x.reshape([ROWS, 32])
 
 
 @triton.jit
-def _row_token(QUADS: tl.constexpr):
-    """Token of each row of the logits, [128]. With QUADS, a lane's rows 16 apart are consecutive tokens."""
+def _row_token():
+    """Token of each row of the logits, [128]: a lane's rows 8, 16 and 24 apart are columns of one word of values."""
     row = tl.arange(0, 128)
-    if QUADS:
-        row = row // 2 % 4 * 32 + row // 64 * 16 + row // 8 % 2 * 8 + row % 2 * 4 + row // 16 % 4
-    return row
+    token = row % 4 * 2 + row // 4 % 2 * 32 + row // 8 % 2 * 8 + row // 16 % 2
+    return token + row // 32 % 2 * 16 + row // 64 * 64
 
 
 @triton.jit
-def _load_metadata(pointer, QUADS: tl.constexpr):
-    """A metadata vector, [128] float16 in the order of `_row_token`."""
+def _load_metadata(pointer, BY_ROW: tl.constexpr):
+    """A metadata vector, [128] float16 in the order of tokens or, with BY_ROW, of `_row_token`."""
     x = tl.load(pointer + tl.arange(0, 128))
-    if QUADS:
-        x = x.reshape([2, 4, 4, 2, 2]).trans(3, 1, 4, 2, 0)
+    if BY_ROW:
+        x = x.reshape([2, 2, 2, 2, 2, 2, 2]).trans(2, 4, 6, 5, 3, 0, 1)
     else:
-        x = x.reshape([8, 16]).trans(1, 0)
+        x = x.reshape([4, 16, 2]).trans(1, 0, 2)
     return x.reshape([128])
 
 
@@ -223,12 +222,13 @@ def _load_fragment(pointer, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_half(pointer, ROWS: tl.constexpr):
-    """One plane of one half of the query, [32 slots, ROWS] int8."""
-    at = tl.arange(0, 32 * ROWS)
+def _load_rows(pointer, ROWS: tl.constexpr):
+    """One plane of the query, [16, 32 slots] int8: of 8 rows the high above the low halves, of 16 rows one half."""
+    at = tl.arange(0, 512)
+    source = at // 32 % 8 * 64 + at // 256 * (32 if ROWS == 8 else 512) + at % 32
     # Eight bytes a lane, not sixteen: then lanes hold what the MMA wants of them.
-    x = tl.load(pointer + tl.max_contiguous(at // 32 * 64 + at % 32, [8]))
-    return x.reshape([ROWS, 4, 2, 4]).trans(2, 1, 3, 0).reshape([32, ROWS])
+    x = tl.load(pointer + tl.max_contiguous(source, [8]))
+    return x.reshape([16, 4, 2, 4]).trans(0, 2, 1, 3).reshape([16, 32])
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _key_sums(codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.con
     ``fragments``: planes of (high, low) columns. ``start``, [2 ROWS] int32, is what the sums start from.
     """
     if HEAD_SIZE == 64:
-        k0, k1, k2, k3 = _unpack(_load_codes(codes_ptr, 64), COMPILED)
+        k0, k1, k2, k3 = _unpack(_load_key_rows(codes_ptr, 64), COMPILED)
         initial = tl.broadcast_to(start[None, :], [64, 2 * ROWS])
         x = tl.dot(k0, fragments[0], initial, out_dtype=tl.int32)
         x = tl.dot(k1, fragments[1], x, out_dtype=tl.int32)
@@ -264,7 +264,7 @@ def _key_sums(codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.con
     else:
         x = tl.broadcast_to(start[None, :], [128, 2 * ROWS])
         for part in tl.static_range(HEAD_SIZE // 128):
-            k0, k1, k2, k3 = _unpack(_load_key_codes(codes_ptr, part, HEAD_SIZE), COMPILED)
+            k0, k1, k2, k3 = _unpack(_load_key_rows(codes_ptr + part * 4096, 128), COMPILED)
             x = tl.dot(k0, fragments[4 * part], x, out_dtype=tl.int32)
             x = tl.dot(k1, fragments[4 * part + 1], x, out_dtype=tl.int32)
             x = tl.dot(k2, fragments[4 * part + 2], x, out_dtype=tl.int32)
@@ -274,76 +274,114 @@ def _key_sums(codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def _dot_planes(planes, fragments, start, at: tl.constexpr, COUNT: tl.constexpr):
-    """256 times the products with the high halves of COUNT planes, plus ``start`` and those with the low ones."""
-    x = tl.dot(planes[at], fragments[0], out_dtype=tl.int32)
+def _dot_planes(fragments, planes, start, at: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """256 times the products of the query's high halves with COUNT planes, plus ``start`` and those of the low ones."""
+    TOKENS: tl.constexpr = planes[at].shape[0]
+    x = tl.dot(fragments[0], tl.trans(planes[at]), out_dtype=tl.int32)
     for plane in tl.static_range(1, COUNT):
-        x = tl.dot(planes[at + plane], fragments[plane], x, out_dtype=tl.int32)
-    x = x * 256 + start[None, :]
-    for plane in tl.static_range(COUNT):
-        x = tl.dot(planes[at + plane], fragments[COUNT + plane], x, out_dtype=tl.int32)
+        x = tl.dot(fragments[plane], tl.trans(planes[at + plane]), x, out_dtype=tl.int32)
+    if ROWS == 8:
+        high, low = tl.split(x.reshape([2, 8, TOKENS]).trans(1, 2, 0))
+        x = high * 256 + (low + start[:, None])
+    else:
+        x = x * 256 + start[:, None]
+        for plane in tl.static_range(COUNT):
+            x = tl.dot(fragments[COUNT + plane], tl.trans(planes[at + plane]), x, out_dtype=tl.int32)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _key_sums_by_halves(
+def _key_sums_by_rows(
     codes_ptr, fragments, start, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """As `_key_sums` with one column per row, which takes half the registers.
+    """As `_key_sums`, but [ROWS, 128], tokens in order: keys are the B operand.
 
-    ``fragments``: planes of the high, then of the low halves. ``start``: [ROWS] int32.
+    ``fragments``: planes of the high above the low halves or, with 16 rows, of the high and then of the low ones.
+    ``start``: [ROWS] int32.
     """
     if HEAD_SIZE == 64:
         planes = _unpack(_load_codes(codes_ptr, 64), COMPILED)
-        lower = _dot_planes(planes, fragments, start, 0, 2)
-        x = _stack(lower, _dot_planes(planes, fragments, start, 2, 2), ROWS)
+        lower = _dot_planes(fragments, planes, start, 0, 2, ROWS)
+        upper = _dot_planes(fragments, planes, start, 2, 2, ROWS)
+        x = tl.join(lower, upper).trans(0, 2, 1).reshape([ROWS, 128])
     else:
         planes = ()
         for part in tl.static_range(HEAD_SIZE // 128):
-            planes = planes + _unpack(_load_key_codes(codes_ptr, part, HEAD_SIZE), COMPILED)
-        x = _dot_planes(planes, fragments, start, 0, HEAD_SIZE // 32)
+            planes = planes + _unpack(_load_codes(codes_ptr + part * 4096, 128), COMPILED)
+        x = _dot_planes(fragments, planes, start, 0, HEAD_SIZE // 32, ROWS)
     return x
 
 
 @triton.jit
-def _planes(x, COLUMNS: tl.constexpr, QUADS: tl.constexpr):
-    """[128, COLUMNS], rows as in `_row_token`, to the tokens of each plane, four times [32, COLUMNS]."""
-    if QUADS:
-        x = x.reshape([2, 4, 2, 2, 2, 2, COLUMNS]).trans(0, 2, 5, 1, 6, 3, 4).reshape([32, COLUMNS, 2, 2])
-    else:
-        x = x.reshape([2, 2, 32, COLUMNS]).trans(2, 3, 0, 1)
-    even, odd = tl.split(x)
+def _planes(x, COLUMNS: tl.constexpr):
+    """[128, COLUMNS], rows as in `_row_token`, to what each plane of values meets, four times [32, COLUMNS]."""
+    x = x.reshape([2, 2, 2, 2, 2, 2, 2, COLUMNS]).trans(1, 5, 6, 2, 3, 7, 0, 4)  # from bits 6 4 0 3 5 2 1 of the token
+    even, odd = tl.split(x.reshape([32, COLUMNS, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def _weight_halves(weights, ROWS: tl.constexpr, QUADS: tl.constexpr):
+def _weight_halves(weights, ROWS: tl.constexpr):
     """Round [128, ROWS] weights below 2**15 to (high, low) INT8 columns: a B operand [32, 2 ROWS] for each plane."""
     # Adding 2**23 leaves the rounded integer in the low bits; 128 more makes the low byte signed, but for its sign bit.
     bits = (weights + 8388736.0).to(tl.int32, bitcast=True)
     pair = tl.broadcast_to(bits.reshape([128, ROWS, 1]), [128, ROWS, 2])
     high = (tl.arange(0, 2) == 0)[None, None, :]
     pair = tl.where(high, pair >> 8, pair ^ 128).to(tl.int8).reshape([128, 2 * ROWS])
-    return _planes(pair, 2 * ROWS, QUADS)
+    return _planes(pair, 2 * ROWS)
 
 
 @triton.jit
-def _weight_planes(weights, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """[128, ROWS] float16, rows as in `_row_token`: a B operand [16, ROWS] for each tensor of `_unpack_float16`.
+def _token_planes(x, ROWS: tl.constexpr):
+    """[ROWS, 128] to a B operand [16, ROWS] for each tensor of `_unpack_float16`.
 
-    Bits 4, 3, 2, 1 of the token are the row, bit 0 the byte of a word, bits 6 and 5 the plane.
+    Bits 4, 2, 1, 0 of the token are the row, bit 3 the byte of a word, bits 6 and 5 the plane.
     """
-    x = weights.reshape([2, 2, 2, 2, 2, 2, 2, ROWS])
-    if QUADS:
-        x = x.trans(0, 3, 6, 1, 7, 5, 4, 2)  # from bits 4 1 0 3 6 5 2 of the token
-    else:
-        x = x.trans(2, 3, 4, 5, 7, 1, 0, 6)
+    x = x.reshape([ROWS, 2, 2, 2, 2, 4, 2]).trans(3, 5, 6, 0, 2, 1, 4)
     even, odd = tl.split(x.reshape([16, ROWS, 2, 2, 2]))
     even_low, even_high = tl.split(even)
     odd_low, odd_high = tl.split(odd)
     return tl.split(even_low) + tl.split(even_high) + tl.split(odd_low) + tl.split(odd_high)
+
+
+@triton.jit
+def _offset_planes(zeros):
+    """[128] float16 to an A operand [16, 16] for each plane: eight equal rows for the low bytes, eight for the high."""
+    x = zeros.reshape([2, 2, 2, 2, 8]).trans(3, 2, 4, 1, 0).reshape([2, 16, 2, 2])
+    even, odd = tl.split(x)
+    x0, x1 = tl.split(even)
+    x2, x3 = tl.split(odd)
+    x0 = tl.broadcast_to(x0[:, None, :], [2, 8, 16]).reshape([16, 16])
+    x1 = tl.broadcast_to(x1[:, None, :], [2, 8, 16]).reshape([16, 16])
+    x2 = tl.broadcast_to(x2[:, None, :], [2, 8, 16]).reshape([16, 16])
+    x3 = tl.broadcast_to(x3[:, None, :], [2, 8, 16]).reshape([16, 16])
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _by_lane(x, ROWS: tl.constexpr):
+    """[ROWS, 128] by what a lane of the logits holds: [ROWS, 4, 32]."""
+    return x.reshape([ROWS, 16, 4, 2]).trans(0, 2, 1, 3).reshape([ROWS, 4, 32])
+
+
+@triton.jit
+def _by_token(x, ROWS: tl.constexpr):
+    """Inverse of `_by_lane`."""
+    return x.reshape([ROWS, 4, 16, 2]).trans(0, 2, 1, 3).reshape([ROWS, 128])
+
+
+@triton.jit
+def _multiply(x, y, COMPILED: tl.constexpr):
+    """x * y of float16, pairs together."""
+    if COMPILED:
+        x = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        x = x * y
+    return x
 
 
 @triton.jit(do_not_specialize=["page_table_ptr", "window_table_ptr", "page_table_stride", "window_table_stride"])
@@ -396,10 +434,7 @@ def _attend_kernel(
 ):
     # Dimensions of values whose sums are one tensor.
     VALUE_CHUNK: tl.constexpr = 64 if HEAD_SIZE == 64 else 128
-    # Rows of the logits in an order in which a lane holds four consecutive tokens of a column, as the second MMA wants
-    # them: weights go from one MMA to the other as 8-byte words, not bytes.
-    QUADS: tl.constexpr = HEAD_SIZE == 128
-    # From 8 rows: one column per row, values in float16.
+    # From 8 rows: queries times keys, not keys times queries, and values in float16.
     FLOAT16: tl.constexpr = ROWS >= 8
     if PDL:
         gdc_launch_dependents()
@@ -487,13 +522,14 @@ def _attend_kernel(
     if end > window_tiles:
         prepared = (request * ROW_BLOCKS + row_block).to(tl.int64) * HEADS + head
         fragments = ()
-        for half in tl.static_range(2 if FLOAT16 else 0):
+        for half in tl.static_range(2 if ROWS == 16 else 1):
             for plane in tl.static_range(HEAD_SIZE // 32):
                 source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS) + half * 32
-                fragments = fragments + (_load_half(source, ROWS),)  # type: ignore[assignment]  # noqa: RUF005
-        for plane in tl.static_range(0 if FLOAT16 else HEAD_SIZE // 32):
-            source = fragments_ptr + prepared * (2 * ROWS * HEAD_SIZE) + plane * (64 * ROWS)
-            fragments = fragments + (_load_fragment(source, 2 * ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+                if FLOAT16:
+                    operand = _load_rows(source, ROWS)
+                else:
+                    operand = _load_fragment(source, 2 * ROWS)
+                fragments = fragments + (operand,)  # type: ignore[assignment]  # noqa: RUF005
         factor = tl.load(factors_ptr + prepared * (2 * ROWS) + out_row)
         mean_factor = tl.load(factors_ptr + prepared * (2 * ROWS) + ROWS + out_row)
         pair = tl.arange(0, 2 * ROWS)
@@ -507,27 +543,30 @@ def _attend_kernel(
             first_sum = tl.where(pair % 2 == 1, -((3 * integers) >> 1), 0)
         if not TOKEN_ZERO:
             # q . mu: rows of A and columns of B each hold one half of the dimensions; equal halves count.
-            # A row's halves are neighbouring columns or, so that rows lie as the sums do, ROWS apart.
             half = tl.arange(0, HEAD_SIZE // 2)
             same = tl.arange(0, 2)[:, None] == tl.arange(0, 2)[None, :]
             if FLOAT16:
-                plain_at = (pair % ROWS * 2 + pair // ROWS)[None, :] * (HEAD_SIZE // 2) + half[:, None]
-                same = same[:, None, :, None]
+                plain_at = (pair % ROWS * 2 + pair // ROWS)[:, None] * (HEAD_SIZE // 2) + half[None, :]
+                same = same[:, None, None, :]
             else:
                 plain_at = pair[None, :] * (HEAD_SIZE // 2) + half[:, None]
                 same = same[:, None, None, :]
             plain = tl.load(plain_ptr + prepared * (ROWS * HEAD_SIZE) + plain_at)
-        if FLOAT16:
-            plane_weight = tl.exp2(7.0 - 2 * (_row_token(QUADS) // 32))
-        else:
-            plane_weight = tl.where((_row_token(QUADS) // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
         position = step + (row_block * ROWS + out_row) // GROUP
 
         m = tl.full([ROWS], -1.0e30, tl.float32)
         largest = 1.0e-7
         inverse = 1.0e7
-        total = tl.zeros([8, ROWS], tl.float32)
-        zeros = tl.zeros([8, ROWS], tl.float32)
+        if FLOAT16:
+            largest = 1.0 / 32768
+            inverse = 32768.0
+            total = tl.zeros([16, ROWS], tl.float32)  # equal rows: the second MMA sums these too
+            zeros = tl.zeros([16, ROWS], tl.float32)
+            other_zeros = tl.zeros([16, ROWS], tl.float32)
+        else:
+            plane_weight = tl.where((_row_token() // 32) % 2 == 1, 0.25, 1.0) * MAX_WEIGHT
+            total = tl.zeros([8, ROWS], tl.float32)
+            zeros = tl.zeros([8, ROWS], tl.float32)
         acc = ()
         for _ in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             acc = acc + (tl.zeros([VALUE_CHUNK, ROWS], tl.float32),)  # noqa: RUF005
@@ -539,82 +578,112 @@ def _attend_kernel(
                 following = (page_table + tl.minimum(i + 1, last_page)).to(tl.int64)
                 pages = (codes_ptr + head * page_stride_head).to(tl.int64)
                 _prefetch_page(following, pages, page_stride.to(tl.int64), PAGE_BYTES)
+            key_scale = _load_metadata(meta + KEY_SCALE // 2, not FLOAT16).to(tl.float32)
             if FLOAT16:
-                s = _key_sums_by_halves(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED)
+                s = _key_sums_by_rows(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED)
+                s = s * key_scale[None, :]
             else:
-                s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED)
-            key_scale = _load_metadata(meta + KEY_SCALE // 2, QUADS).to(tl.float32)
-            # What all of a page's logits share: [ROWS] or, with FLOAT16, the same in each of 8 rows, [8, ROWS].
+                s = _key_sums(codes_ptr + page, fragments, first_sum, HEAD_SIZE, ROWS, COMPILED) * key_scale[:, None]
+            # What all of a page's logits share: [ROWS] or, with FLOAT16, the same for each of 4 lanes, [ROWS, 4].
             if TOKEN_ZERO:
-                key_zero = _load_metadata(meta + KEY_ZERO // 2, QUADS).to(tl.float32)
-                s = s * key_scale[:, None] + key_zero[:, None] * integers[None, :]
-                shared = tl.broadcast_to(mean_factor[None, :], [8, ROWS]) if FLOAT16 else mean_factor
-            else:
-                s = s * key_scale[:, None]
-                mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE)).reshape([2, 1, HEAD_SIZE // 2])
-                mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
-                products = tl.dot(mean, plain)
+                key_zero = _load_metadata(meta + KEY_ZERO // 2, not FLOAT16).to(tl.float32)
                 if FLOAT16:
-                    products = tl.sum(tl.where(same, products.reshape([2, 8, 2, ROWS]), 0.0), 2)
-                    shared = tl.sum(products, 0) * mean_factor[None, :]
+                    s += key_zero[None, :] * integers[:, None]
+                    shared = tl.broadcast_to(mean_factor[:, None], [ROWS, 4])
                 else:
+                    s += key_zero[:, None] * integers[None, :]
+                    shared = mean_factor
+            else:
+                mean = tl.load(meta + KEY_ZERO // 2 + tl.arange(0, HEAD_SIZE))
+                if FLOAT16:
+                    mean = mean.reshape([2, HEAD_SIZE // 2]).trans(1, 0)[:, None, :]
+                    mean = tl.broadcast_to(mean, [HEAD_SIZE // 2, 4, 2]).reshape([HEAD_SIZE // 2, 8])
+                    products = tl.dot(plain, mean).reshape([2, ROWS, 4, 2])
+                    shared = tl.sum(tl.sum(tl.where(same, products, 0.0), 3), 0) * mean_factor[:, None]
+                else:
+                    mean = mean.reshape([2, 1, HEAD_SIZE // 2])
+                    mean = tl.broadcast_to(mean, [2, 8, HEAD_SIZE // 2]).reshape([16, HEAD_SIZE // 2])
+                    products = tl.dot(mean, plain)
                     products = tl.sum(tl.where(same, products.reshape([2, 8, ROWS, 2]), 0.0), 3)
                     shared = tl.max(tl.sum(products, 0), 0) * mean_factor
             amplitude = factor
             if SOFT_CAP > 0:
                 # Then the logits themselves, not what is missing a factor and a term.
                 if FLOAT16:
-                    s = s.reshape([16, 8, ROWS]) * factor[None, None, :] + shared[None, :, :]
-                    s = s.reshape([128, ROWS])
+                    s = _by_token(_by_lane(s, ROWS) * factor[:, None, None] + shared[:, :, None], ROWS)
                 else:
                     s = s * factor[None, :] + shared[None, :]
                 s = capped(s, SOFT_CAP)
                 amplitude = tl.full([ROWS], 1.0, tl.float32)
                 shared = tl.zeros_like(shared)
-            value_scale = _load_metadata(meta + VALUE_SCALE // 2, QUADS)
-            value_zero = _load_metadata(meta + VALUE_ZERO // 2, QUADS)
+            value_scale = _load_metadata(meta + VALUE_SCALE // 2, not FLOAT16)
+            value_zero = _load_metadata(meta + VALUE_ZERO // 2, not FLOAT16)
             if not FLOAT16:
                 value_scale = value_scale.to(tl.float32)
                 value_zero = value_zero.to(tl.float32)
             if (i >= whole_end) | (i * 128 < sink):
-                token = i * 128 + _row_token(QUADS)
+                token = i * 128
+                if FLOAT16:
+                    token += tl.arange(0, 128)
+                else:
+                    token += _row_token()
                 missing = (tl.load(window_table + token // BLOCK) == 0) & (token < step)
-                old = (token[:, None] <= position[None, :] - recent) | missing[:, None]
                 stored = token >= sink
-                s = tl.where(stored[:, None] & (token[:, None] <= position[None, :]) & old, s, float("-inf"))
-                value_scale = tl.where(stored, value_scale, tl.zeros_like(value_scale))
-                value_zero = tl.where(stored, value_zero, tl.zeros_like(value_zero))
+                if FLOAT16:
+                    read = (token[None, :] <= position[:, None] - recent) | missing[None, :]
+                    read = stored[None, :] & (token[None, :] <= position[:, None]) & read
+                else:
+                    read = (token[:, None] <= position[None, :] - recent) | missing[:, None]
+                    read = stored[:, None] & (token[:, None] <= position[None, :]) & read
+                s = tl.where(read, s, float("-inf"))
             if FLOAT16:
-                s = s.reshape([16, 8, ROWS])
-                top = tl.maximum(tl.max(s, 0), -1.0e30) * amplitude[None, :] + shared
-                rises = tl.max((top > m[None, :] + 8.0).to(tl.int32).reshape([8 * ROWS]), 0)
+                s = _by_lane(s, ROWS)
+                top = tl.maximum(tl.max(s, 2), -1.0e30) * amplitude[:, None] + shared
+                rises = tl.max((top > m[:, None] + 8.0).to(tl.int32).reshape([4 * ROWS]), 0)
                 widens = tl.max((value_scale.to(tl.float32) > largest).to(tl.int32), 0)
                 if (rises | widens) != 0:
-                    m_new = tl.maximum(m, tl.max(top, 0))
+                    m_new = tl.maximum(m, tl.max(top, 1))
                     keep = tl.exp2(m - m_new)
                     m = m_new
-                    wider = tl.maximum(largest, 2 * tl.max(value_scale.to(tl.float32), 0))
-                    inverse = 1.0 / wider
-                    shrink = keep * (largest * inverse)
-                    largest = wider
+                    # A power of two, so that scales are divided by it exactly, whose inverse float16 can hold. It may
+                    # be lower than before: where the new page takes over, its own scales are what counts.
+                    twice = tl.maximum(2 * tl.max(value_scale.to(tl.float32), 0), 1.0 / 32768)
+                    bits = (twice.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+                    shrink = keep * largest
+                    largest = bits.to(tl.float32, bitcast=True)
+                    inverse = 1.0 / largest
+                    shrink *= inverse
                     total *= keep[None, :]
                     zeros *= keep[None, :]
+                    other_zeros *= keep[None, :]
                     rescaled = ()
                     for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
                         rescaled = rescaled + (acc[chunk] * shrink[None, :],)  # type: ignore[assignment]  # noqa: RUF005
                     acc = rescaled
-                p = tl.exp2(s * amplitude[None, None, :] - (m[None, :] - shared)[None, :, :])
-                total += tl.sum(p, 0)
-                p = p.reshape([128, ROWS])
-                zeros += tl.sum((p * value_zero.to(tl.float32)[:, None]).reshape([16, 8, ROWS]), 0)
-                weight = value_scale.to(tl.float32) * (plane_weight * inverse)
-                weights = _weight_planes((p * weight[:, None]).to(tl.float16), ROWS, QUADS)
+                # 2**7 times the weights: what is left of float16's range above and below.
+                p = tl.exp2(s * amplitude[:, None, None] - (m[:, None] - 7.0 - shared)[:, :, None])
+                p = _token_planes(_by_token(p, ROWS), ROWS)
+                scales = _token_planes(tl.broadcast_to(value_scale[None, :], [ROWS, 128]), ROWS)
+                offsets = _offset_planes(value_zero)
+                ones = tl.full([16, 16], 1.0, tl.float16)
+                weights = ()
+                for plane in tl.static_range(4):
+                    low, high = p[plane].to(tl.float16), p[4 + plane].to(tl.float16)
+                    total = tl.dot(ones, low, total)
+                    total = tl.dot(ones, high, total)
+                    zeros = tl.dot(offsets[plane], low, zeros)
+                    other_zeros = tl.dot(offsets[plane], high, other_zeros)
+                for plane in tl.static_range(8):
+                    scale = tl.full([16, ROWS], 1.0, tl.float16) * (inverse * 0.25 ** (plane % 4)).to(tl.float16)
+                    scale = _multiply(scales[plane], scale, COMPILED)
+                    scaled = _multiply(p[plane].to(tl.float16), scale, COMPILED)
+                    weights = weights + (scaled,)  # type: ignore[assignment]  # noqa: RUF005
             else:
                 top = tl.maximum(tl.max(s, 0), -1.0e30) * amplitude
                 p = tl.exp2(s * amplitude[None, :] - top[None, :])
                 largest = tl.maximum(tl.max(value_scale, 0), 1.0e-7)
                 weight = value_scale * (plane_weight * (1.0 / largest))
-                weights = _weight_halves(p * weight[:, None], ROWS, QUADS)
+                weights = _weight_halves(p * weight[:, None], ROWS)
                 m_page = top + shared
                 m_new = tl.maximum(m, m_page)
                 keep = tl.exp2(m - m_new)
@@ -643,18 +712,24 @@ def _attend_kernel(
                 new = new + (x,)  # type: ignore[assignment]  # noqa: RUF005
             acc = new
         slot = history_slot * blocks + tl.program_id(1)
-        total_zero = tl.sum(zeros, 0)
+        if FLOAT16:
+            total = tl.max(total, 0) * 0.0078125  # 2**-7
+            of_low_bytes = (tl.arange(0, 16) < 8)[:, None]
+            zeros = tl.sum(tl.where(of_low_bytes, zeros, other_zeros), 0) * (0.0078125 / 8)
+        else:
+            total = tl.sum(total, 0)
+            zeros = tl.sum(zeros, 0)
         for chunk in tl.static_range(HEAD_SIZE // VALUE_CHUNK):
             o = acc[chunk]
             if FLOAT16:
                 o *= largest * 131072.0  # 2**24 over the reference weight
-            o += total_zero[None, :]
+            o += zeros[None, :]
             o = o.reshape([VALUE_CHUNK // 8, 8, ROWS]).trans(2, 1, 0)
             low = tl.arange(0, VALUE_CHUNK // 8) + chunk * (VALUE_CHUNK // 8)
             target = partial_ptr + slot * (ROWS * HEAD_SIZE) + out_row[:, None, None] * HEAD_SIZE
             tl.store(target + tl.arange(0, 8)[None, :, None] * (HEAD_SIZE // 8) + low[None, None, :], o)
         tl.store(stats_ptr + slot * (2 * ROWS) + out_row, m)
-        tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + out_row, tl.sum(total, 0))
+        tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + out_row, total)
 
 
 @triton.jit

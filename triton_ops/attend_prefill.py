@@ -127,6 +127,19 @@ def _fragment(x, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _token(index):
+    """Token, within its page, of a row of `_key_tile`, a column of `_value_tile`, an element of `_metadata`: the order
+    in which values lie."""
+    return index // 16 * 16 + index % 2 * 8 + index % 16 // 2
+
+
+@triton.jit
+def _key_fragment(x, ROWS: tl.constexpr):
+    """`_fragment` of keys, rows in the order of `_token`."""
+    return x.reshape([ROWS // 16, 8, 4, 2, 2, 4]).trans(0, 1, 4, 3, 2, 5).reshape([ROWS, 32])
+
+
+@triton.jit
 def _key_tile(
     page_bytes,
     HALF: tl.constexpr,
@@ -135,9 +148,10 @@ def _key_tile(
     CENTRED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """[BLOCK_N, d] float16 codes of the page's tokens from BLOCK_N * HALF on; columns are slots."""
+    """[BLOCK_N, d] float16 codes of the page's tokens from BLOCK_N * HALF on, in the order of `_token`; columns are
+    slots."""
     if HEAD_SIZE == 64:  # a byte holds slots c, 32 + c of tokens row, row + 64
-        x = _fragment(tl.load(page_bytes + tl.arange(0, 2048)), 64)
+        x = _key_fragment(tl.load(page_bytes + tl.arange(0, 2048)), 64)
         if BLOCK_N == 64:
             low, high = _planes(x, HALF == 1, CENTRED, ASM)
             return tl.join(low, high).trans(0, 2, 1).reshape([64, 64])
@@ -150,7 +164,7 @@ def _key_tile(
         # d / 128 sections of 128 rows; this tile takes BLOCK_N rows of each.
         i = tl.arange(0, BLOCK_N * HEAD_SIZE // 4)
         at = i // (BLOCK_N * 32) * 4096 + HALF * (BLOCK_N * 32) + i % (BLOCK_N * 32)
-        x = _fragment(tl.load(page_bytes + at), BLOCK_N * HEAD_SIZE // 128)
+        x = _key_fragment(tl.load(page_bytes + at), BLOCK_N * HEAD_SIZE // 128)
         a, b = _planes(x, False, CENTRED, ASM)
         c, e = _planes(x, True, CENTRED, ASM)
         tile = tl.join(tl.join(a, c), tl.join(b, e)).reshape([HEAD_SIZE // 128, BLOCK_N, 32, 4])
@@ -173,10 +187,10 @@ def _value_tile(x, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def _metadata(page_bytes, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_N] float16 of a metadata vector, tokens from BLOCK_N * HALF on."""
-    EACH: tl.constexpr = BLOCK_N // 8
+    EACH: tl.constexpr = BLOCK_N // 4
     i = tl.arange(0, BLOCK_N)
-    x = tl.load(page_bytes.to(tl.pointer_type(tl.float16)) + i // EACH * 16 + HALF * EACH + i % EACH)
-    return x.reshape([8, EACH]).trans(1, 0).reshape([BLOCK_N])
+    x = tl.load(page_bytes.to(tl.pointer_type(tl.float16)) + i // EACH * 32 + HALF * EACH + i % EACH)
+    return x.reshape([4, EACH // 4, 2, 2]).trans(1, 0, 3, 2).reshape([BLOCK_N])
 
 
 # ------------------------------------------------------------------------------------------ queries
@@ -312,7 +326,7 @@ def _history(
                 key += _metadata(page_bytes + KEY_ZERO, half, BLOCK_N)[:, None]
             s = tl.dot(query_hat, key.trans(1, 0))
             if MASKED:
-                token = page * 128 + half * BLOCK_N + tl.arange(0, BLOCK_N)
+                token = page * 128 + half * BLOCK_N + _token(tl.arange(0, BLOCK_N))
                 old = (token < first_position) & (token >= sink)
                 missing = old & (tl.load(window_row + token // WINDOW_BLOCK, mask=old, other=1) == 0)
                 inside = (token >= sink) & (token < limit)

@@ -206,7 +206,7 @@ def _demote_keys(
         matrix = tl.load(encode + dims[:, None] * HEAD_SIZE + slot[None, :])  # [BLOCK_K, d]
         x = tl.dot(rows, matrix, x, input_precision=PRECISION)
 
-    place = (token & 7) * 16 + (token >> 3)
+    place = ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)  # metadata order
     if ZERO_PAGE:
         w = tl.load(weight + slot)
         spread = tl.sqrt_rn(tl.sum(w[None, :] * (x * x), 1))
@@ -265,7 +265,8 @@ def _demote_values(
 ):
     # Rows: this part's tokens in the order (byte column / 4, plane, byte column % 4); a row's bytes are one dim.
     row = tl.arange(0, TOKENS)
-    token = 32 * ((row >> 2) & 3) + 4 * (part * (TOKENS // 16) + (row >> 4)) + (row & 3)
+    byte = 4 * (part * (TOKENS // 16) + (row >> 4)) + (row & 3)
+    token = 32 * ((row >> 2) & 3) + (byte & 16) + 8 * (byte & 1) + ((byte >> 1) & 7)
     in_step, step_offset, window_offset = _locate(
         token, position, first_position, first_token, window_row, window_stride_block, window_stride_token,
         step_stride_token, WINDOW_BLOCK,
@@ -280,7 +281,7 @@ def _demote_values(
         x = tl.dot(rows, matrix, x, input_precision=PRECISION)
 
     level, scale, zero = _affine(x, constant, kth, GAUSS, CLIP)
-    place = (token & 7) * 16 + (token >> 3)
+    place = ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)  # metadata order
     tl.store((page_bytes + VALUE_SCALE).to(tl.pointer_type(tl.float16)) + place, scale)
     tl.store((page_bytes + VALUE_ZERO).to(tl.pointer_type(tl.float16)) + place, zero)
     code = level.to(tl.int32) << (8 * (row & 3) + 2 * ((row >> 2) & 3))[:, None]

@@ -17,23 +17,27 @@ scales. ``head_size`` is d. Sections are contiguous and start at
     zero="page"         4992     9216      17664
     zero="token"        5120     9216      17408
 
-**Codes** lie in the order in which ``mma.sync.m16n8k32.s8`` wants its A operand, so that a lane's 16-byte load
-is its register fragment and nothing moves through shared memory. A code section is a matrix of d rows by 32
+**Codes** lie in the order in which ``mma.sync`` wants its operands, so that a lane's 16-byte load is its register
+fragment and nothing moves through shared memory. A code section is a matrix of d rows by 32
 bytes; a byte carries four *planes*, plane j in bits 2j and 2j+1. The byte at (row, column) lies at
 
     (row >> 4) * 512 + (row & 7) * 64 + ((column >> 2) & 3) * 16
                      + (column >> 4) * 8 + ((row >> 3) & 1) * 4 + (column & 3)
 
                  row                          plane j, column c
-    values       dim                          token = 32 j + c
+    values       dim                          token = 32 j + 16 c4 + 8 c0 + 4 c3 + 2 c2 + c1, bits c4 … c0 of c
     keys d=128   token                        slot = 32 j + c
     keys d=64    token & 63                   slot = 32 (j & 1) + c, token = row + 64 (j >> 1)
     keys d=256   token + 128 (slot >> 7)      slot = 128 (row >> 7) + 32 j + c
 
 Worked example, d = 128: token 21, slot 75 is row 21, plane 2 (75 = 64 + 11), column 11, hence byte
-512 + 5*64 + 2*16 + 0 + 0 + 3 = 867, bits 4 and 5. Token 21's key scale is the float16 at 8192 + 2*(5*16 + 2) = 8356.
+512 + 5*64 + 2*16 + 0 + 0 + 3 = 867, bits 4 and 5. Token 21's key scale is the float16 at
+8192 + 2 * (2*32 + 2*2 + 1) = 8330.
 
-**Metadata order** puts token t at (t & 7) * 16 + (t >> 3): a lane reads the scales of its eight row tiles at once.
+**Order of tokens in values and metadata.** From 8 query rows on, keys are the B operand of the first MMA: lane q of
+four holds the logits of tokens 8 n + 2 q and 8 n + 2 q + 1 of each tile n, as a pair. The columns of a value row are
+such that this pair is also what the lane has to bring to the second MMA, and metadata order puts token t at
+((t >> 1) & 3) * 32 + (t >> 3) * 2 + (t & 1): what a lane needs lies together, pair by pair.
 """
 
 from dataclasses import dataclass
@@ -53,7 +57,12 @@ Zero = Literal["page", "token"]
 
 def metadata_position(token: int) -> int:
     """Index, in float16 elements, of a token inside a 128-long metadata vector."""
-    return (token & 7) * 16 + (token >> 3)
+    return ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)
+
+
+def value_column(token: int) -> int:
+    """Byte column, 0 to 31, of a token's codes in a row of values."""
+    return (token & 16) | ((token & 7) << 1) | ((token >> 3) & 1)
 
 
 def code_byte(row: int, column: int) -> int:
@@ -157,7 +166,7 @@ class PageLayout:
 
     def value_code(self, token: int, dim: int) -> tuple[int, int]:
         """(byte, shift) of a value dimension's code inside the page."""
-        return self.value_codes + code_byte(dim, token & 31), 2 * (token >> 5)
+        return self.value_codes + code_byte(dim, value_column(token)), 2 * (token >> 5)
 
 
 @dataclass(frozen=True)

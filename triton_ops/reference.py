@@ -71,22 +71,24 @@ def unpack_key_codes(packed: Tensor) -> Tensor:
 
 def pack_value_codes(codes: Tensor) -> Tensor:
     """[..., 128, d] codes 0..3 -> [..., 32 d] uint8 bytes (transposed: a row is a dimension)."""
-    return _pack_planes(rearrange(codes, "... (j c) dim -> ... dim j c", c=32))
+    return _pack_planes(rearrange(codes, "... (j c4 c0 c3_1) dim -> ... dim j (c4 c3_1 c0)", c4=2, c0=2, c3_1=8))
 
 
 def unpack_value_codes(packed: Tensor) -> Tensor:
     """Inverse of `pack_value_codes`: [..., 32 d] uint8 -> [..., 128, d] uint8."""
-    return rearrange(_unpack_planes(packed), "... dim j c -> ... (j c) dim")
+    return rearrange(_unpack_planes(packed), "... dim j (c4 c3_1 c0) -> ... (j c4 c0 c3_1) dim", c4=2, c0=2, c3_1=8)
 
 
 def _metadata_bytes(vector: Tensor) -> Tensor:
     """[..., 128] float16 per token -> [..., 256] uint8 in metadata order."""
-    return rearrange(vector, "... (hi lo) -> ... (lo hi)", lo=8).contiguous().view(torch.uint8)
+    ordered = rearrange(vector, "... (tile lane pair) -> ... (lane tile pair)", lane=4, pair=2)
+    return ordered.contiguous().view(torch.uint8)
 
 
 def _metadata_vector(packed: Tensor) -> Tensor:
     """Inverse of `_metadata_bytes`, float32."""
-    return rearrange(packed.contiguous().view(torch.float16), "... (lo hi) -> ... (hi lo)", lo=8).float()
+    vector = packed.contiguous().view(torch.float16)
+    return rearrange(vector, "... (lane tile pair) -> ... (tile lane pair)", lane=4, pair=2).float()
 
 
 # ------------------------------------------------------------------------------------------------ encoding
