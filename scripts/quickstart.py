@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens to generate (64)")
     parser.add_argument("--max-model-len", type=int, default=8192, help="what capacity is computed for (8192)")
     parser.add_argument("--calib-args", default="", help="further arguments of `python -m calib`, in one string")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--engine-job", nargs=2, type=Path, metavar=("JOB", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine_job:
@@ -191,6 +192,7 @@ def main() -> None:
         "max_num_batched_tokens": options.max_model_len,  # a prompt is scored in one batch
         "max_num_seqs": 8,
         "enforce_eager": not on_gpu(),  # compiling the model on a CPU takes longer than this whole run
+        **options.engine_options,
     }
     job = {"model": str(model), "new_tokens": options.new_tokens, "generate_from": prompt, "score": None}
     scored = {"engine": engine, "score": "continued"}
