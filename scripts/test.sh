@@ -15,5 +15,5 @@ ruff check --output-format=concise .
 echo "== mypy"
 mypy
 echo "== pytest"
-# Test files go to the processes whole: engines started by one file share results.
-python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile --durations=15 "$@"
+# Test files go to the processes whole: engines started by one file share results. Their order is tests/conftest.py's.
+python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -2,12 +2,15 @@
 """Settings for every test: threads, Triton's interpreter, reproducible hypothesis runs, the skipping of GPU tests."""
 
 import os
+from collections import Counter
 
 import pytest
+
+# Two test processes share a small machine; more threads each would only fight for its cores. PyTorch reads it once.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+
 import torch
 
-# Two test processes share a small machine; more threads each would only fight for its cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU kernels run in Triton's interpreter. It must be on before anything, vLLM too, imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -26,3 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+    # Files with many slow tests start first: one of them at the end would leave a process alone with it.
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])

@@ -43,9 +43,7 @@ def drafted(engines: Engines) -> Run:
         "method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
     }  # fmt: skip
     counters = {"name": "counters", "kind": "counters"}
-    # The n-gram matcher's OpenMP threads would also become PyTorch's, and on a busy machine they wait for each other.
-    single = {"NUMBA_NUM_THREADS": "1"}
-    run = engines.run(MODEL, ENGINE | {"speculative_config": draft}, [PERIODIC, HITS, counters], env=single)
+    run = engines.run(MODEL, ENGINE | {"speculative_config": draft}, [PERIODIC, HITS, counters])
     assert not leaks(run)
     return run
 

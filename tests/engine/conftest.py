@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",  # n-gram drafts
+    "NUMBA_NUM_THREADS": "1",  # n-gram drafts: their OpenMP threads would also become PyTorch's
     "TRITON_INTERPRET": "0",  # this process tests kernels in the interpreter; a server does not
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of several tests share the cores; two ranks need no NUMA nodes
 }
@@ -65,6 +67,47 @@ def leaks(run: Run) -> dict:
     return leaked
 
 
+class Launcher:
+    """A process that has imported vLLM and runs jobs in forks of itself: ``serve`` of ``tests/engine/runner.py``."""
+
+    def __init__(self, log_path: Path) -> None:
+        self.log_path = log_path
+        self.connection, other = Pipe()
+        with other, open(log_path, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engine.runner", "serve", str(other.fileno())],
+                cwd=log_path.parent,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def run(self, job: tuple, timeout: float) -> int | None:
+        """Exit status of a job, given by the arguments of ``run_job``; without one in time this process is killed."""
+        status = None
+        try:
+            self.connection.send(job)
+            if self.connection.poll(timeout):
+                status = self.connection.recv()
+        except EOFError:
+            pass
+        finally:
+            if status is None:
+                self.kill()
+        return status
+
+    def kill(self) -> None:
+        if self.alive:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+
+
 class Engines:
     """Runs jobs (see ``tests/engine/runner.py``) and remembers their results within a test session."""
 
@@ -72,6 +115,7 @@ class Engines:
         self.directory = directory
         self.finished: dict[str, Run] = {}
         self.numbers = itertools.count()
+        self.launcher: Launcher | None = None
 
     def model(self, geometry: Geometry) -> Path:
         return write_model(geometry, self.directory / "models")
@@ -92,16 +136,6 @@ class Engines:
             self.finished[key] = self._run(job, env or {}, timeout)
         return self.finished[key]
 
-    def run_each(self, cases: dict[str, tuple[Geometry, dict, list[dict]]], timeout: float = 400) -> dict[str, Run]:
-        """One engine (model, engine arguments, scenarios) after the other in one process, which saves their imports."""
-        names = ("model", "engine", "scenarios")
-        jobs = [
-            {"name": name} | dict(zip(names, (str(self.model(model)), *rest), strict=True))
-            for name, (model, *rest) in cases.items()
-        ]
-        run = self._run({"engines": jobs}, {}, timeout)
-        return {name: Run(run.log, results) for name, results in run.results.items()}
-
     def refusals(self, cases: list[dict], timeout: float = 400) -> dict:
         """What each engine of ``cases`` (name, model, engine) raises at its start; see ``runner.refusal``."""
         return self._run({"refusals": cases}, {}, timeout).results
@@ -111,30 +145,25 @@ class Engines:
         directory.mkdir()
         job_path, result_path, log_path = (directory / n for n in ("job.json", "result.json", "log.txt"))
         job_path.write_text(json.dumps(job))
-        with open(log_path, "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.runner", str(job_path), str(result_path)],
-                cwd=directory,
-                env=environment(**env),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
-                pytest.fail(f"engine process hung for {timeout} s:\n{log_path.read_text()[-6000:]}", pytrace=False)
-        log_text = log_path.read_text()
+        if self.launcher is None or not self.launcher.alive:
+            self.launcher = Launcher(directory / "launcher.txt")
+        status = self.launcher.run((str(job_path), str(result_path), str(log_path), env), timeout)
+        log = log_path if log_path.exists() else self.launcher.log_path
         if status != 0:
-            pytest.fail(f"engine process ended with status {status}:\n{log_text[-6000:]}", pytrace=False)
-        return Run(log_text, json.loads(result_path.read_text()))
+            what = f"ended with status {status}" if status is not None else f"was killed, or hung for {timeout} s"
+            pytest.fail(f"engine process {what}:\n{log.read_text()[-6000:]}", pytrace=False)
+        return Run(log.read_text(), json.loads(result_path.read_text()))
+
+    def close(self) -> None:
+        if self.launcher is not None:
+            self.launcher.kill()
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return Engines(tmp_path_factory.mktemp("engines"))
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    yield engines
+    engines.close()
 
 
 @pytest.fixture(scope="session")

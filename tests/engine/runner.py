@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in one process: ``python -m tests.engine.runner JOB.json RESULT.json``.
+"""One engine in one process: ``python -m tests.engine.runner JOB.json RESULT.json``, or many such processes: `serve`.
 
 A job is ``{"model": path, "engine": {LLM arguments}, "scenarios": [...]}``. Scenarios run in order on the same
 engine (a start costs seconds, a scenario on a tiny model little). Each has a ``name``, a ``kind`` and the
@@ -10,8 +10,12 @@ A job ``{"engines": [{"name", "model", "engine", "scenarios"}]}`` runs one engin
 a job ``{"refusals": [{"name", "model", "engine"}]}`` tries to start them and tells what each raised.
 """
 
+import gc
 import json
+import multiprocessing
+import os
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -256,5 +260,39 @@ def main(job_path: str, result_path: str) -> None:
         json.dump(results, file)
 
 
+def run_job(job_path: str, result_path: str, log_path: str, environment: dict[str, str]) -> None:
+    """`main` in a process of its own, everything it prints in a log."""
+    os.environ.update(environment)
+    with open(log_path, "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(os.path.dirname(job_path))
+    main(job_path, result_path)
+
+
+def serve(descriptor: int) -> None:
+    """Runs jobs in forks of this process, one at a time: most of an engine's start is vLLM's import, done once here.
+
+    The arguments of `run_job` arrive on a connection, which is sent the job's exit status.
+    """
+    import vllm.model_executor.models.registry as registry
+    from vllm import LLM  # noqa: F401
+
+    # Architectures are looked at in a new process each, so that CUDA stays untouched, and vLLM is imported again there.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    gc.collect()
+    gc.freeze()  # no collection in a fork walks through, and thereby copies, what was imported
+    connection, fork = Connection(descriptor), multiprocessing.get_context("fork")
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        process = fork.Process(target=run_job, args=job)
+        process.start()
+        process.join()
+        connection.send(process.exitcode)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(int(sys.argv[2])) if sys.argv[1] == "serve" else main(*sys.argv[1:])

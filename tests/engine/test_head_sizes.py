@@ -41,7 +41,7 @@ def runs(engines: Engines) -> dict[str, Run]:
         fitted = model_geometry(AutoConfig.from_pretrained(engines.model(geometry)))
         folder = Artifact(codecs, fitted, geometry.name).save(engines.directory / name)
         cases[name] = (geometry, OSCAR | {"additional_config": {"oscar": {"artifact": str(folder)}}}, [MIXED])
-    return engines.run_each(cases)
+    return {name: engines.run(*case) for name, case in cases.items()}
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ def test_preemption(engines: Engines, gigabytes: float) -> None:
     """Requests that lost all their blocks come back from a store that keeps all, and from one that forgets."""
     stock = engines.run(PLAIN, {}, [PRESSURE])
     engine = FLOAT | offloading(110, polls=3, gigabytes=gigabytes) | {"max_model_len": 1024}
-    run = engines.run(PLAIN, engine, [PRESSURE | {"rounds": 3}, {"name": "counters", "kind": "counters"}])
+    run = engines.run(PLAIN, engine, [PRESSURE | {"rounds": 2}, {"name": "counters", "kind": "counters"}])
     assert run.results["pressure"]["preemptions"] >= 5
-    assert run.tokens("pressure") == stock.tokens("pressure") * 3
+    assert run.tokens("pressure") == stock.tokens("pressure") * 2
     assert run["counters"]["vllm:external_prefix_cache_hits"] > 0
     assert not leaks(run)
 

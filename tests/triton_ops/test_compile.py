@@ -152,6 +152,7 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, capability: int) -> i
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", KERNELS)
 def test_every_kernel_compiles_for_every_architecture(part):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

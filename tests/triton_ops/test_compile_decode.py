@@ -158,10 +158,11 @@ def compile_merge(requests: int, head_size: int, zero: str, capability: int) -> 
     )
 
 
-def in_a_process(kernel: str, variants: list) -> list[dict[str, int]]:
+def in_a_process(variants: list[tuple]) -> list[dict[str, int]]:
+    """What compiled variants use: each the name of a kernel in `COMPILERS` and arguments of its function."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, __file__, kernel, json.dumps(variants)],
+        [sys.executable, __file__, json.dumps(variants)],
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -174,9 +175,9 @@ def in_a_process(kernel: str, variants: list) -> list[dict[str, int]]:
 def test_resources_on_sm90():
     from triton_ops.schedule import register_limit, shared_bytes
 
-    variants = [(rows, d, zero, 90, 0.0) for rows, d in SHIPPED for zero in ("page", "token")]
-    variants += [(rows, d, "page", 90, 50.0) for rows, d in [(4, 128), (16, 128), (4, 256), (8, 256)]]
-    for (rows, d, zero, _, cap), used in zip(variants, in_a_process("attend", variants), strict=True):
+    variants = [("attend", rows, d, zero, 90, 0.0) for rows, d in SHIPPED for zero in ("page", "token")]
+    variants += [("attend", rows, d, "page", 90, 50.0) for rows, d in [(4, 128), (16, 128), (4, 256), (8, 256)]]
+    for (_, rows, d, zero, _, cap), used in zip(variants, in_a_process(variants), strict=True):
         name = f"{rows} rows, head size {d}, zero={zero}, soft cap {cap}: {used}"
         assert used["registers"] <= register_limit(rows, d), name
         assert used["shared"] + 1024 <= shared_bytes(rows=rows, head_size=d), name
@@ -186,15 +187,15 @@ def test_resources_on_sm90():
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["prepare", "merge"])
 def test_little_is_spilled_on_sm90(kernel):
-    variants = [(requests, d, "page", 90) for requests in (1, 8, 32) for d in (64, 128)]
-    for variant, used in zip(variants, in_a_process(kernel, variants), strict=True):
+    variants = [(kernel, requests, d, "page", 90) for requests in (1, 8, 32) for d in (64, 128)]
+    for variant, used in zip(variants, in_a_process(variants), strict=True):
         assert used["stack"] <= 64, (variant, used)
 
 
 @pytest.mark.slow
 def test_prepare_leaves_registers_on_sm90():
     """The programs of attend start beside it: 8 warps of 64 registers are a quarter of a multiprocessor's."""
-    (used,) = in_a_process("prepare", [(1, 128, "page", 90)])
+    (used,) = in_a_process([("prepare", 1, 128, "page", 90)])
     assert used["registers"] <= 80, used
     assert used["stack"] == 0, used
 
@@ -202,15 +203,16 @@ def test_prepare_leaves_registers_on_sm90():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_other_architectures_compile(capability):
-    rows = [(4, 128, "page", capability), (8, 64, "token", capability), (16, 128, "page", capability)]
-    rows += [(8, 256, "token", capability, 50.0)]
-    assert len(in_a_process("attend", rows)) == 4
-    for kernel in ("prepare", "merge"):
-        variants: list = [(1, 128, "page", capability), (8, 256, "token", capability)]
-        for used in in_a_process(kernel, variants):
-            assert used["shared"] <= MAX_SHARED, (kernel, used)
+    shapes = [(4, 128, "page"), (8, 64, "token"), (16, 128, "page")]
+    variants: list[tuple] = [("attend", *shape, capability) for shape in shapes]
+    variants += [("attend", 8, 256, "token", capability, 50.0)]
+    shapes = [(1, 128, "page"), (8, 256, "token")]
+    variants += [(kernel, *shape, capability) for kernel in ("prepare", "merge") for shape in shapes]
+    for (kernel, *shape), used in zip(variants, in_a_process(variants), strict=True):
+        assert kernel == "attend" or used["shared"] <= MAX_SHARED, (kernel, shape, used)
 
+
+COMPILERS = {"attend": compile_attend, "prepare": compile_prepare, "merge": compile_merge}
 
 if __name__ == "__main__":
-    compile_kernel = {"attend": compile_attend, "prepare": compile_prepare, "merge": compile_merge}[sys.argv[1]]
-    print(json.dumps([compile_kernel(*variant) for variant in json.loads(sys.argv[2])]))
+    print(json.dumps([COMPILERS[kernel](*variant) for kernel, *variant in json.loads(sys.argv[1])]))
