@@ -27,6 +27,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import platform
 import re
 import shlex
@@ -423,6 +424,9 @@ def _plain(value: Any) -> Any:
 
 
 def _commit() -> str:
+    """The checked-out commit, or what the variable COMMIT says where the sources lie outside of git."""
+    if commit := os.environ.get("COMMIT"):
+        return commit
     root = Path(__file__).resolve().parent.parent
     result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
     return result.stdout.strip() or "unknown"
