@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SHIPPED = [(4, 64), (8, 64), (16, 64), (4, 128), (8, 128), (16, 128), (4, 256), (8, 256)]
 STACK = {(4, 64): 0, (8, 64): 112, (16, 64): 0, (4, 128): 48, (8, 128): 64, (16, 128): 56, (4, 256): 160, (8, 256): 8}
-"""Bytes a thread of the attend kernel may spill on sm_90, by rows and head size: the most that Triton 3.6 and 3.9 need."""
+"""Bytes a thread of the attend kernel may spill on sm_90, by rows and head size: what Triton 3.6 or 3.9 needs."""
 ARCHITECTURES = [80, 89, 100, 120]
 
 
