@@ -139,7 +139,7 @@ TABLE = [
          "Prefix hits are whole blocks, sized by the states."),
         ("prefix caching in hybrids", "yes", ENGINE + "test_hybrids.py::test_prefix_hits"),
         ("hybrids with linear attention (Qwen3-Next)", "yes", ENGINE + "test_linear_hybrids.py::test_tokens",
-         "Blocks and states as with Mamba2."),
+         "Blocks and states as with Mamba2. On a GPU: `gpu/test_features.py::test_models_and_weights`."),
         ("models without attention", "no", REFUSAL),
         ("bidirectional attention over images (Gemma 3 with images)", "no",
          PLUGIN + "test_kinds_of_models_that_are_refused"),
