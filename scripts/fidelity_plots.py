@@ -43,13 +43,18 @@ def save(figure: plt.Figure, name: str) -> None:
     plt.close(figure)
 
 
+MODELS = ("smollm2", "gemma270m", "qwen0.5b", "qwen1.5b")
+"""Those measured with the present default."""
+
+
 def plot_kl(text: str = "manual", configurations: tuple[str, ...] = (
-    "naive", "hadamard", "reference", "kivi2", "turboquant3", "default", "int4_hadamard",
+    "reference", "kivi2", "turboquant3", "uncalibrated", "default", "int4_hadamard",
 )) -> None:  # fmt: skip
     """KL by model and configuration."""
     rows = [row for row in newest(RESULTS / "fidelity.csv", "model", "text", "configuration", "engine")
             if row["text"] == text and row["engine"] == "transformers"]  # fmt: skip
-    models = distinct(row["model"] for row in rows)
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    rows = [row for row in rows if row["model"] in models]
     figure, axis = plt.subplots(figsize=SIZE)
     width = 0.8 / len(configurations)
     for i, name in enumerate(configurations):
