@@ -90,7 +90,7 @@ def plot_layers() -> None:
 def plot_calibration_size() -> None:
     """Final KL against the tokens of calibration: configurations named ``size-TOKENS``, if there are any."""
     rows = [row for row in newest(RESULTS / "fidelity.csv", "model", "text", "configuration")
-            if row["configuration"].startswith("size-")]  # fmt: skip
+            if row["configuration"].startswith("size-") and row["model"] in MODELS]  # fmt: skip
     if not rows:
         return
     figure, axis = plt.subplots(figsize=(5, 3))
@@ -99,6 +99,9 @@ def plot_calibration_size() -> None:
         points = sorted((int(row["configuration"].split("-")[1]), float(row["kl"])) for row in some)
         axis.plot(*zip(*points, strict=True), label=f"{model}, {text}", marker=".")
     axis.set(xscale="log", xlabel="calibration tokens", ylabel="KL to BF16, nats per token", ylim=(0, None))
+    sizes = distinct(int(row["configuration"].split("-")[1]) for row in rows)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
+    axis.minorticks_off()
     axis.legend(fontsize=7)
     save(figure, "fidelity_calibration_size")
 
