@@ -41,7 +41,7 @@ def scored(
     """
     job = {"first": first, "windows": [window.tolist() for window in windows]}
     with _engine(model, len(windows[0]) + 1, dtype, {"max_num_seqs": 1, **engine}, job) as folder:
-        yield [np.load(folder / f"{i}.npy", mmap_mode="r") for i in range(len(windows))]
+        yield [np.load(folder / f"{i}.npy", mmap_mode="c") for i in range(len(windows))]
 
 
 @dataclass(frozen=True)
