@@ -144,8 +144,11 @@ environment_make() {
         }
         if [ "$device" = cuda ] && environment_supported_vllm "$base" >/dev/null; then
             # Not --system-site-packages, which looks past the environment that $base may itself be in.
-            "$base" -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
-                >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base_environment.pth" || return
+            "$base" - >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base_environment.pth" <<'PY' || return
+import site
+for path in site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE):
+    print(f"import site; site.addsitedir({path!r})")
+PY
         fi
     fi
     rm -f "$stamp"
