@@ -25,10 +25,10 @@ def _version(*packages: str) -> str:
     return ""
 
 
-def _commit() -> str:
+def commit() -> str:
     """The checked-out commit, or what the variable COMMIT says where the sources lie outside of git."""
-    if commit := os.environ.get("COMMIT"):
-        return commit
+    if named := os.environ.get("COMMIT"):
+        return named
     here = Path(__file__).parent
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
@@ -47,7 +47,7 @@ def context() -> dict[str, str]:
     """Columns every row carries."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "triton": _version("triton"),

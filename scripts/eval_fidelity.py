@@ -27,11 +27,9 @@ import argparse
 import csv
 import json
 import math
-import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 import time
@@ -59,6 +57,7 @@ import fidelity_retrieval
 from fidelity_baselines import BASELINES, bits_per_element
 from fidelity_retrieval import integers
 
+from benchmarks.results import commit
 from calib.capture import AttentionCall, intercept_attention
 from calib.simulate import Segments, Store, page_store, segmented_attention
 from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
@@ -423,20 +422,11 @@ def _plain(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _commit() -> str:
-    """The checked-out commit, or what the variable COMMIT says where the sources lie outside of git."""
-    if commit := os.environ.get("COMMIT"):
-        return commit
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
-
-
 def provenance(script: str, dtype: str) -> dict[str, str]:
     """The commit, versions and command line of this run, for the CSV file."""
     packages = f"torch {torch.__version__} transformers {version('transformers')}"
     return {
-        "commit": _commit(),
+        "commit": commit() or "unknown",
         "versions": f"python {platform.python_version()} {packages} {dtype}",
         "command": " ".join(_words(script, sys.argv[1:])),
     }

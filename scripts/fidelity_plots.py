@@ -18,6 +18,8 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SIZE = (9, 3.6)
+MODELS = ("smollm2", "gemma270m", "qwen0.5b", "qwen1.5b")
+"""Models measured with the present default."""
 
 
 def newest(path: Path, *keys: str) -> list[dict[str, str]]:
@@ -41,10 +43,6 @@ def save(figure: plt.Figure, name: str) -> None:
     figure.tight_layout()
     figure.savefig(DOCS / f"{name}.png", dpi=90)
     plt.close(figure)
-
-
-MODELS = ("smollm2", "gemma270m", "qwen0.5b", "qwen1.5b")
-"""Those measured with the present default."""
 
 
 def plot_kl(text: str = "manual", configurations: tuple[str, ...] = (

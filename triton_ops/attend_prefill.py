@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
+from triton_ops.demote import value_token
 from triton_ops.layout import PageLayout
 from triton_ops.prepare import LOG2_E
 from triton_ops.soft_cap import capped, soft_cap_log2
@@ -127,15 +128,8 @@ def _fragment(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _token(index):
-    """Token, within its page, of a row of `_key_tile`, a column of `_value_tile`, an element of `_metadata`: the order
-    in which values lie."""
-    return index // 16 * 16 + index % 2 * 8 + index % 16 // 2
-
-
-@triton.jit
 def _key_fragment(x, ROWS: tl.constexpr):
-    """`_fragment` of keys, rows in the order of `_token`."""
+    """`_fragment` of keys, rows in the order of `value_token`."""
     return x.reshape([ROWS // 16, 8, 4, 2, 2, 4]).trans(0, 1, 4, 3, 2, 5).reshape([ROWS, 32])
 
 
@@ -148,8 +142,8 @@ def _key_tile(
     CENTRED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """[BLOCK_N, d] float16 codes of the page's tokens from BLOCK_N * HALF on, in the order of `_token`; columns are
-    slots."""
+    """[BLOCK_N, d] float16 codes of the page's tokens from BLOCK_N * HALF on, in the order of `value_token`;
+    columns are slots."""
     if HEAD_SIZE == 64:  # a byte holds slots c, 32 + c of tokens row, row + 64
         x = _key_fragment(tl.load(page_bytes + tl.arange(0, 2048)), 64)
         if BLOCK_N == 64:
@@ -173,7 +167,8 @@ def _key_tile(
 
 @triton.jit
 def _value_tile(x, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr):
-    """[d, BLOCK_N] float16 codes of the page's tokens from BLOCK_N * HALF on, from [d, 32] bytes."""
+    """[d, BLOCK_N] float16 codes of the page's tokens from BLOCK_N * HALF on, in the order of `value_token`, from
+    [d, 32] bytes."""
     if BLOCK_N == 64:
         low, high = _planes(x, HALF == 1, False, ASM)
         return tl.join(low, high).trans(0, 2, 1).reshape([HEAD_SIZE, 64])
@@ -186,7 +181,7 @@ def _value_tile(x, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def _metadata(page_bytes, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] float16 of a metadata vector, tokens from BLOCK_N * HALF on."""
+    """[BLOCK_N] float16 of a metadata vector, tokens from BLOCK_N * HALF on, in the order of `value_token`."""
     EACH: tl.constexpr = BLOCK_N // 4
     i = tl.arange(0, BLOCK_N)
     x = tl.load(page_bytes.to(tl.pointer_type(tl.float16)) + i // EACH * 32 + HALF * EACH + i % EACH)
@@ -326,7 +321,7 @@ def _history(
                 key += _metadata(page_bytes + KEY_ZERO, half, BLOCK_N)[:, None]
             s = tl.dot(query_hat, key.trans(1, 0))
             if MASKED:
-                token = page * 128 + half * BLOCK_N + _token(tl.arange(0, BLOCK_N))
+                token = page * 128 + half * BLOCK_N + value_token(tl.arange(0, BLOCK_N))
                 old = (token < first_position) & (token >= sink)
                 missing = old & (tl.load(window_row + token // WINDOW_BLOCK, mask=old, other=1) == 0)
                 inside = (token >= sink) & (token < limit)

@@ -34,6 +34,18 @@ PART_TOKENS = 32
 
 
 @triton.jit
+def value_token(index):
+    """Token whose codes stand at ``index`` of a row of values, by plane and then by byte column (layout.py)."""
+    return (index & ~15) + 8 * (index & 1) + ((index >> 1) & 7)
+
+
+@triton.jit
+def _metadata_position(token):
+    """`layout.metadata_position` in a kernel."""
+    return ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)
+
+
+@triton.jit
 def completed_page(query_start_loc, seq_lens, num_requests, index, BLOCK_REQUESTS: tl.constexpr):
     """(request, page) number ``index`` of the pages completed in the step; request -1 past the last."""
     request = -1
@@ -206,7 +218,7 @@ def _demote_keys(
         matrix = tl.load(encode + dims[:, None] * HEAD_SIZE + slot[None, :])  # [BLOCK_K, d]
         x = tl.dot(rows, matrix, x, input_precision=PRECISION)
 
-    place = ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)  # metadata order
+    place = _metadata_position(token)
     if ZERO_PAGE:
         w = tl.load(weight + slot)
         spread = tl.sqrt_rn(tl.sum(w[None, :] * (x * x), 1))
@@ -266,7 +278,7 @@ def _demote_values(
     # Rows: this part's tokens in the order (byte column / 4, plane, byte column % 4); a row's bytes are one dim.
     row = tl.arange(0, TOKENS)
     byte = 4 * (part * (TOKENS // 16) + (row >> 4)) + (row & 3)
-    token = 32 * ((row >> 2) & 3) + (byte & 16) + 8 * (byte & 1) + ((byte >> 1) & 7)
+    token = 32 * ((row >> 2) & 3) + value_token(byte)
     in_step, step_offset, window_offset = _locate(
         token, position, first_position, first_token, window_row, window_stride_block, window_stride_token,
         step_stride_token, WINDOW_BLOCK,
@@ -281,7 +293,7 @@ def _demote_values(
         x = tl.dot(rows, matrix, x, input_precision=PRECISION)
 
     level, scale, zero = _affine(x, constant, kth, GAUSS, CLIP)
-    place = ((token >> 1) & 3) * 32 + (token >> 3) * 2 + (token & 1)  # metadata order
+    place = _metadata_position(token)
     tl.store((page_bytes + VALUE_SCALE).to(tl.pointer_type(tl.float16)) + place, scale)
     tl.store((page_bytes + VALUE_ZERO).to(tl.pointer_type(tl.float16)) + place, zero)
     code = level.to(tl.int32) << (8 * (row & 3) + 2 * ((row >> 2) & 3))[:, None]

@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_ops.attend_prefill import _fragment, _key_tile, _metadata, _token, _value_tile
+from triton_ops.attend_prefill import _fragment, _key_tile, _metadata, _value_tile
 from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, check_cache
+from triton_ops.demote import value_token
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 PADDING_ROWS = 256
@@ -214,7 +215,7 @@ def _gather_kernel(
         block = tl.load(page_table + request * page_table_stride + page).to(tl.int64)
         page_bytes = pages + block * page_stride_block + head * page_stride_head
         for half in tl.static_range(128 // BLOCK_N):
-            inside = half * BLOCK_N + _token(tl.arange(0, BLOCK_N))
+            inside = half * BLOCK_N + value_token(tl.arange(0, BLOCK_N))
             token = page * 128 + inside
             keep = index * 128 + inside < count
             in_step = keep & (token >= own)
