@@ -555,8 +555,6 @@ def _attend_kernel(
         position = step + (row_block * ROWS + out_row) // GROUP
 
         m = tl.full([ROWS], -1.0e30, tl.float32)
-        largest = 1.0e-7
-        inverse = 1.0e7
         if FLOAT16:
             largest = 1.0 / 32768
             inverse = 32768.0
@@ -621,6 +619,7 @@ def _attend_kernel(
             if not FLOAT16:
                 value_scale = value_scale.to(tl.float32)
                 value_zero = value_zero.to(tl.float32)
+            # A page was written whole, its sink tokens too: what is not read has p = 0 and finite scales and zeros.
             if (i >= whole_end) | (i * 128 < sink):
                 token = i * 128
                 if FLOAT16:
