@@ -11,6 +11,10 @@ first decides: the unquantized engine goes on from the first token that differed
 there as well are the model's own; any other is printed with all texts, and the exit status is 1. What only the
 unquantized engine shows is counted too.
 
+Single prompts cannot tell a cause from chance: two unquantized engines that round differently loop on different
+prompts. ``--control`` names the options of a second unquantized engine, for example ``'{"dtype": "float16"}'``, which
+is examined as ``oscar_int2`` is: what it alone shows is how much of that chance makes.
+
 Texts (all come with Python or with vLLM's own requirements, none is read by calibration; `TEXTS`): code and manual of
 the standard library, conversations in the model's chat template about pages of the manual, tables, names of languages,
 countries and regions in five languages. ``--text NAME=FILE`` adds a UTF-8 file. Prompts are evenly spaced stretches;
@@ -262,6 +266,9 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of a continuation (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="arguments of vllm.LLM, as JSON")
+    parser.add_argument(
+        "--control", type=json.loads, metavar="OPTIONS", help="options of another unquantized engine, as JSON"
+    )
     parser.add_argument("--csv", type=Path, help="append a row per prompt and cache to this file")
     options = parser.parse_args()
 
@@ -284,57 +291,65 @@ def main() -> int:
     run = partial(fidelity_engine.continued, options.model, dtype=options.dtype)
     prompts = [prompt for *_, prompt in cases]
     oscar = {"artifact": str(Path(options.artifact).resolve())} if options.artifact else {}
-    served = {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}}
     common = options.engine_options
-    quantized = run(prompts, options.new_tokens, engine=common | served)
-    exact = run(prompts, options.new_tokens, engine=common, judged=[quantized.tokens])
+    engines = {"oscar_int2": common | {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}}}
+    if options.control is not None:
+        engines["control"] = common | options.control
+    others = {cache: run(prompts, options.new_tokens, engine=engine).tokens for cache, engine in engines.items()}
+    exact = run(prompts, options.new_tokens, engine=common, judged=list(others.values()))
 
     def examine(at: int, tokens: list[int], nats: float) -> Symptoms:
         return symptoms(texts[at], readable(tokenizer, tokens), tokens, nats, exact.prompt_nats[at])
 
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     of_exact = [examine(at, tokens, exact.nats[0][at]) for at, tokens in enumerate(exact.tokens)]
-    of_oscar = [examine(at, tokens, exact.nats[1][at]) for at, tokens in enumerate(quantized.tokens)]
-    equal = [agreeing(*pair) for pair in zip(exact.tokens, quantized.tokens, strict=True)]
-    only_oscar = {at: x.names - y.names for at, (x, y) in enumerate(zip(of_oscar, of_exact, strict=True))
-                  if x.names - y.names}  # fmt: skip
-    only_exact = {at: y.names - x.names for at, (x, y) in enumerate(zip(of_oscar, of_exact, strict=True))
-                  if y.names - x.names}  # fmt: skip
-    branches: dict[int, list[int]] = {}
-    if only_oscar:
-        heads = {at: quantized.tokens[at][: equal[at] + 1] for at in only_oscar}
-        tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine=common).tokens
-        branches = {at: (head + tail)[: options.new_tokens] for (at, head), tail in
-                    zip(heads.items(), tails, strict=True)}  # fmt: skip
-    # The branch's likelihood was not computed and excuses nothing.
-    of_branch = {at: examine(at, tokens, 0.0).names - {"unlikely"} for at, tokens in branches.items()}
-    left = {at: names - of_branch[at] for at, names in only_oscar.items() if names - of_branch[at]}
+    shared = {"model": Path(options.model).name} | provenance("sweep_text.py", options.dtype)
 
-    shared = {"model": Path(options.model).name, "dtype": options.dtype} | provenance("sweep_text.py", options.dtype)
-    rows = []
-    for at, (name, number, prompt) in enumerate(cases):
-        for cache, tokens, seen in (("auto", exact.tokens[at], of_exact[at]),
-                                    ("oscar_int2", quantized.tokens[at], of_oscar[at])):  # fmt: skip
-            rows.append(shared | {
-                "text": name, "prompt": number, "tokens": len(prompt), "new_tokens": len(tokens), "cache": cache,
-                "symptoms": " ".join(sorted(seen.names)), "period": seen.period, "distinct": seen.distinct,
-                "replacements": seen.replacements, "foreign": seen.foreign, "incompressible": seen.incompressible,
-                "nats": seen.nats, "prompt_nats": exact.prompt_nats[at], "equal_tokens": equal[at],
-                "branch": " ".join(sorted(of_branch.get(at, ()))) if cache == "oscar_int2" else "",
-            })  # fmt: skip
-        if at in left:
-            print(f"--- {name} {number}: {', '.join(sorted(left[at]))}\n… {texts[at][-200:]}")
-            for cache, tokens in (("auto", exact.tokens[at]), ("oscar_int2", quantized.tokens[at]),
-                                  ("auto, from the branch", branches[at])):  # fmt: skip
-                print(f"--- {cache}\n{readable(tokenizer, tokens)}")
+    def row(at: int, cache: str, dtype: str, tokens: list[int], seen: Symptoms) -> dict[str, Any]:
+        return shared | {
+            "text": cases[at][0], "prompt": cases[at][1], "tokens": len(prompts[at]), "new_tokens": len(tokens),
+            "cache": cache, "dtype": dtype, "symptoms": " ".join(sorted(seen.names)), "period": seen.period,
+            "distinct": seen.distinct, "replacements": seen.replacements, "foreign": seen.foreign,
+            "incompressible": seen.incompressible, "nats": seen.nats, "prompt_nats": exact.prompt_nats[at],
+            "equal_tokens": len(tokens), "branch": "",
+        }  # fmt: skip
+
+    rows = [row(at, "auto", options.dtype, tokens, of_exact[at]) for at, tokens in enumerate(exact.tokens)]
+    status = 0
+    for (cache, continuations), nats in zip(others.items(), exact.nats[1:], strict=True):
+        seen = [examine(at, tokens, nats[at]) for at, tokens in enumerate(continuations)]
+        pairs = list(enumerate(zip(seen, of_exact, strict=True)))
+        only_other = {at: x.names - y.names for at, (x, y) in pairs if x.names - y.names}
+        only_exact = {at: y.names - x.names for at, (x, y) in pairs if y.names - x.names}
+        equal = [agreeing(*pair) for pair in zip(exact.tokens, continuations, strict=True)]
+        branches: dict[int, list[int]] = {}
+        if only_other:
+            heads = {at: continuations[at][: equal[at] + 1] for at in only_other}
+            tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine=common).tokens
+            branches = {at: (head + tail)[: options.new_tokens] for (at, head), tail in
+                        zip(heads.items(), tails, strict=True)}  # fmt: skip
+        # The branch's likelihood was not computed and excuses nothing.
+        of_branch = {at: examine(at, tokens, 0.0).names - {"unlikely"} for at, tokens in branches.items()}
+        left = {at: names - of_branch[at] for at, names in only_other.items() if names - of_branch[at]}
+        dtype = engines[cache].get("dtype", options.dtype)
+        for at, tokens in enumerate(continuations):
+            branch = {"equal_tokens": equal[at], "branch": " ".join(sorted(of_branch.get(at, ())))}
+            rows.append(row(at, cache, dtype, tokens, seen[at]) | branch)
+        for at in left:
+            print(f"--- {cases[at][0]} {cases[at][1]}: {', '.join(sorted(left[at]))}\n… {texts[at][-200:]}")
+            for name, tokens in (("auto", exact.tokens[at]), (cache, continuations[at]),
+                                 ("auto, from the branch", branches[at])):  # fmt: skip
+                print(f"--- {name}\n{readable(tokenizer, tokens)}")
+        for label, found in (("only auto shows", only_exact), (f"only {cache} shows", only_other),
+                             (f"only {cache} shows and auto does not from the branch", left)):  # fmt: skip
+            listed = "; ".join(f"{cases[at][0]} {cases[at][1]}: {', '.join(sorted(x))}" for at, x in found.items())
+            print(f"symptoms that {label}: {len(found)} of {len(cases)} prompts. {listed}".rstrip())
+        if cache == "oscar_int2" and left:
+            status = 1
     print(summary(rows))
-    for label, found in (("only auto shows", only_exact), ("only oscar_int2 shows", only_oscar),
-                         ("only oscar_int2 shows and auto does not from the branch", left)):  # fmt: skip
-        listed = "; ".join(f"{cases[at][0]} {cases[at][1]}: {', '.join(sorted(names))}" for at, names in found.items())
-        print(f"symptoms that {label}: {len(found)} of {len(cases)} prompts. {listed}".rstrip())
     if options.csv is not None:
         append_csv(options.csv, rows, FIELDS)
-    return 1 if left else 0
+    return status
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
