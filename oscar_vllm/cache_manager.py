@@ -18,7 +18,7 @@ A prefix that a connector loads from outside the pool has real blocks where the 
 it tells in advance (:meth:`SinkWindowManager.expect_load`), and null blocks elsewhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -51,9 +51,14 @@ class SinkWindowManager(SingleTypeKVCacheManager):
 
     # ---- which blocks are held -------------------------------------------------------------------------------------
 
-    def _keeps(self, index: int, position: int) -> bool:
-        """Whether block ``index`` is held while the next query stands at ``position`` or later."""
-        return index < self.kv_cache_spec.sink_blocks or index >= self.kv_cache_spec.first_held_block(position)
+    def _held(self, start: int, end: int, position: int) -> Iterator[int]:
+        """The indices from ``start`` to ``end`` that are held while the next query stands at ``position`` or later.
+
+        Not one call per index: a table has thousands of entries, and all but some twenty are null.
+        """
+        sinks = self.kv_cache_spec.sink_blocks
+        yield from range(start, min(end, sinks))
+        yield from range(max(start, sinks, self.kv_cache_spec.first_held_block(position)), end)
 
     def _next_position(self, num_tokens_main_model: int) -> int:
         """Lowest position at which the next query can stand once this step has computed so many tokens."""
@@ -61,11 +66,8 @@ class SinkWindowManager(SingleTypeKVCacheManager):
 
     def _retained_hits(self, blocks: Sequence[KVCacheBlock], total_computed_tokens: int) -> list[KVCacheBlock]:
         """The blocks of a prefix hit that the request holds; a hit's other entries are null."""
-        return [
-            block
-            for index, block in enumerate(blocks)
-            if not block.is_null and self._keeps(index, total_computed_tokens)
-        ]
+        held = self._held(0, len(blocks), total_computed_tokens)
+        return [blocks[index] for index in held if not blocks[index].is_null]
 
     def get_num_blocks_to_allocate(
         self,
@@ -87,7 +89,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             start = len(new_computed_blocks)
             if total_computed_tokens > num_local_computed_tokens:
                 loaded = self._loads(request_id, start, total_computed_tokens)
-                start, num_loaded = start + len(loaded), sum(loaded)
+                start, num_loaded = cdiv(total_computed_tokens, self.block_size), len(loaded)
         end = cdiv(num_tokens, self.block_size)
         retained = self._retained_hits(new_computed_blocks, total_computed_tokens)
         if apply_admission_cap:
@@ -95,25 +97,27 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             num_new = min(num_new, max(0, self.max_admission_blocks_per_request - len(retained)))
         else:
             position = self._next_position(num_tokens_main_model)
-            num_new = num_loaded + sum(self._keeps(index, position) for index in range(start, end))
+            num_new = num_loaded + sum(1 for _ in self._held(start, end, position))
         return num_new + self._get_num_evictable_blocks(retained)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Extend the table to ``num_tokens`` tokens; returns the new entries, null blocks included."""
         blocks = self.req_to_blocks[request_id]
         position = self._next_position(num_tokens_main_model)
-        keep = [self._keeps(index, position) for index in range(len(blocks), cdiv(num_tokens, self.block_size))]
-        return self._extend(blocks, keep, record_for_zeroing=True)
+        end = cdiv(num_tokens, self.block_size)
+        return self._extend(blocks, end, list(self._held(len(blocks), end, position)), record_for_zeroing=True)
 
-    def _extend(self, blocks: list[KVCacheBlock], keep: list[bool], record_for_zeroing: bool) -> list[KVCacheBlock]:
-        """Append one entry per element of ``keep``, a new block or the null block; returns the new entries."""
-        taken = self.block_pool.get_new_blocks(sum(keep))
+    def _extend(
+        self, blocks: list[KVCacheBlock], end: int, held: list[int], record_for_zeroing: bool
+    ) -> list[KVCacheBlock]:
+        """Append null blocks up to index ``end``, new blocks at the indices ``held``; returns the new entries."""
+        taken, first = self.block_pool.get_new_blocks(len(held)), len(blocks)
         if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids.extend(block.block_id for block in taken)
-        fresh = iter(taken)
-        new_blocks = [next(fresh) if kept else self._null_block for kept in keep]
-        blocks.extend(new_blocks)
-        return new_blocks
+        blocks.extend([self._null_block] * (end - first))
+        for index, block in zip(held, taken, strict=True):
+            blocks[index] = block
+        return blocks[first:]
 
     def add_local_computed_blocks(
         self,
@@ -127,10 +131,9 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         assert not blocks, "a prefix hit is only added to a request without blocks"
         position = num_local_computed_tokens + num_external_computed_tokens
         self.block_pool.touch(self._retained_hits(new_computed_blocks, position))
-        blocks.extend(
-            block if self._keeps(index, position) else self._null_block
-            for index, block in enumerate(new_computed_blocks)
-        )
+        blocks.extend([self._null_block] * len(new_computed_blocks))
+        for index in self._held(0, len(blocks), position):
+            blocks[index] = new_computed_blocks[index]
         self.num_cached_block[request_id] = len(blocks)
         if blocks:
             self._boundaries.setdefault(request_id, set()).add(num_local_computed_tokens)
@@ -147,13 +150,11 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """
         self._expected_loads[request_id] = frozenset(indices)
 
-    def _loads(self, request_id: str, start: int, total_computed_tokens: int) -> list[bool]:
-        """For every block from ``start`` to the end of an external hit, whether it will be loaded and is held."""
+    def _loads(self, request_id: str, start: int, total_computed_tokens: int) -> list[int]:
+        """The blocks from ``start`` to the end of an external hit that will be loaded and are held."""
         expected = self._expected_loads.get(request_id, frozenset())
-        return [
-            index in expected and self._keeps(index, total_computed_tokens)
-            for index in range(start, cdiv(total_computed_tokens, self.block_size))
-        ]
+        held = self._held(start, cdiv(total_computed_tokens, self.block_size), total_computed_tokens)
+        return [index for index in held if index in expected]
 
     def allocate_external_computed_blocks(
         self,
@@ -165,7 +166,8 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Continue the table with blocks that a connector fills; entries of what it does not bring are null."""
         blocks = self.req_to_blocks[request_id]
         total = num_local_computed_tokens + num_external_computed_tokens
-        self._extend(blocks, self._loads(request_id, len(blocks), total), record_for_zeroing)
+        loads = self._loads(request_id, len(blocks), total)
+        self._extend(blocks, max(len(blocks), cdiv(total, self.block_size)), loads, record_for_zeroing)
         self._expected_loads.pop(request_id, None)
         self._boundaries.setdefault(request_id, set()).add(total)
 
