@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin can be combined with, one row each: ``python -m tests.engine.features`` writes docs/compatibility.md.
+"""What the plugin can be combined with, one row each.
 
-`tests/engine/test_features.py` holds the table to the tests it names and the page to the table.
+``python -m tests.engine.features`` writes docs/compatibility.md and the summary in the README.
+`tests/engine/test_features.py` holds the table to the tests it names, and page and summary to the table.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
+README = ROOT / "README.md"
+SUMMARY = ("<!-- summary of tests/engine/features.py -->\n", "<!-- end of the summary -->\n")
+"""Between these lines of the README stands what `summary` says."""
 
 ENGINE, UNIT, GPU = "tests/engine/", "tests/oscar_vllm/", "tests/gpu/test_engine.py::"
 GPU_FEATURES = "tests/gpu/test_features.py::"
@@ -196,6 +200,24 @@ def page() -> str:
     return "\n".join([*text, CONNECTORS])
 
 
+def summary() -> str:
+    """A row for each group: what works, and what is refused."""
+    text = ["| | works | refused |\n|---|---|---|\n"]
+    for heading, rows in groupby(TABLE, key=lambda feature: feature.group):
+        names: dict[str, list[str]] = {"yes": [], "no": []}
+        for feature in rows:
+            names[feature.status].append(feature.name)
+        text.append(f"| {heading} | {'; '.join(names['yes'])} | {'; '.join(names['no'])} |\n")
+    return "".join(text)
+
+
+def readme() -> str:
+    """The README with the summary of now."""
+    text = README.read_text()
+    before, after = text.index(SUMMARY[0]) + len(SUMMARY[0]), text.index(SUMMARY[1])
+    return text[:before] + summary() + text[after:]
+
+
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
+    README.write_text(readme())

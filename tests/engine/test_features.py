@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from calib.pipeline import calibrate
 from tests.engine.conftest import OSCAR, Engines, Run, leaks
 from tests.engine.distance import assert_alike, distance
-from tests.engine.features import PAGE, ROOT, TABLE, page
+from tests.engine.features import PAGE, README, ROOT, TABLE, page, readme
 from tests.engine.models import (
     IMAGE_TOKEN,
     Geometry,
@@ -324,6 +324,7 @@ def test_every_feature_stands_once() -> None:
 
 def test_the_page_is_written_from_the_table() -> None:
     assert PAGE.read_text() == page(), "run `python -m tests.engine.features`"
+    assert README.read_text() == readme(), "run `python -m tests.engine.features`"
 
 
 def test_documented_metrics_exist() -> None:
