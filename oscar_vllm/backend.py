@@ -41,6 +41,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
+    max_decode_query_len,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -306,7 +307,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.gather_pages = max(
             GATHER_BYTES // page, 2 * vllm_config.scheduler_config.max_num_batched_tokens // PAGE_TOKENS
         )
-        self.max_query_len = 1 + vllm_config.num_speculative_tokens
+        self.max_query_len = max_decode_query_len(vllm_config)  # what the builder takes for a decode
         self.codec: LayerCodec
         self.loaded_codec: LayerCodec
         self.window_name: str

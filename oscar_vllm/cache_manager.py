@@ -11,8 +11,11 @@ inside a step uses the step's own keys and values.
 Prefix caching: every full block is hashed while it is held, so that a continuation of this sequence finds its recent
 tokens. When a block leaves the recent tail of its last owner, its hash is dropped unless the block is a sink or lies in
 the tail of a *boundary*, a position where later requests resume: the end of the prompt, the position of this request's
-own prefix hit, or its last page at the end. Blocks without a hash are the first that the pool hands out again, so
-windows that have served never push INT2 pages out of the pool.
+own prefix hit, the place where prompts that begin alike part, or its last page at the end. Blocks without a hash are
+the first that the pool hands out again, so windows that have served never push INT2 pages out of the pool.
+
+Where prompts part (a shared system prompt, say) nobody's tail lay, so the recent blocks there are null. The first
+request that finds out computes that tail again, holds and hashes it (:func:`resume_with_own_tail`); later ones hit it.
 
 A prefix that a connector loads from outside the pool has real blocks where the connector brings their content, which
 it tells in advance (:meth:`SinkWindowManager.expect_load`), and null blocks elsewhere.
@@ -20,9 +23,9 @@ it tells in advance (:meth:`SinkWindowManager.expect_load`), and null blocks els
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from vllm.utils.math_utils import cdiv, round_down
+from vllm.utils.math_utils import cdiv, round_down, round_up
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -30,6 +33,9 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
 from oscar_vllm.cache_spec import SinkWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 
 class SinkWindowManager(SingleTypeKVCacheManager):
@@ -47,6 +53,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         # Per request: first index that may still hold a recent block, and the boundaries whose tails stay hashed.
         self._scan_from: dict[str, int] = {}
         self._boundaries: dict[str, set[int]] = {}
+        self._junctions: dict[str, int] = {}
         self._expected_loads: dict[str, frozenset[int]] = {}
 
     # ---- which blocks are held -------------------------------------------------------------------------------------
@@ -60,6 +67,21 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         yield from range(start, min(end, sinks))
         yield from range(max(start, sinks, self.kv_cache_spec.first_held_block(position)), end)
 
+    def expect_junction(self, request_id: str, position: int) -> None:
+        """Say where a waiting request's prompt parts from what others have cached; 0: nowhere.
+
+        When the request gets slots across that position, the recent tail there is held until it has been processed.
+        """
+        self._junctions.pop(request_id, None)
+        if position:
+            self._junctions[request_id] = round_down(position, self.cache_hit_alignment_tokens)
+
+    def _held_at_junction(self, request_id: str, start: int, end: int, position: int) -> range:
+        """The indices from ``start`` to ``end`` that `_held` leaves out and the junction's tail needs."""
+        spec, junction = self.kv_cache_spec, self._junctions.get(request_id, 0)
+        first = max(start, spec.sink_blocks, spec.first_recent_block(junction))
+        return range(first, max(first, min(end, spec.first_held_block(position), junction // self.block_size)))
+
     def _next_position(self, num_tokens_main_model: int) -> int:
         """Lowest position at which the next query can stand once this step has computed so many tokens."""
         return max(0, num_tokens_main_model - self.kv_cache_spec.rollback_tokens)
@@ -68,6 +90,15 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """The blocks of a prefix hit that the request holds; a hit's other entries are null."""
         held = self._held(0, len(blocks), total_computed_tokens)
         return [blocks[index] for index in held if not blocks[index].is_null]
+
+    def holds_tail(self, blocks: Sequence[KVCacheBlock], length: int) -> bool:
+        """Whether a hit of ``length`` tokens has the recent blocks of its end, but for up to a page of the oldest ones.
+
+        Those are missing where the hit is the last page of a longer request that held its own recent tokens only.
+        """
+        farthest = length + self.cache_hit_alignment_tokens - 1
+        first = max(self.kv_cache_spec.sink_blocks, self.kv_cache_spec.first_recent_block(farthest))
+        return not any(block.is_null for block in blocks[first : length // self.block_size])
 
     def get_num_blocks_to_allocate(
         self,
@@ -98,6 +129,12 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         else:
             position = self._next_position(num_tokens_main_model)
             num_new = num_loaded + sum(1 for _ in self._held(start, end, position))
+            tail = len(self._held_at_junction(request_id, start, end, position))
+            # A tail that only later requests need is not worth waiting for. ``end`` is more than all groups ask for.
+            if tail and num_new + tail + end > self.block_pool.get_num_free_blocks():
+                del self._junctions[request_id]
+                tail = 0
+            num_new += tail
         return num_new + self._get_num_evictable_blocks(retained)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -105,7 +142,11 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         blocks = self.req_to_blocks[request_id]
         position = self._next_position(num_tokens_main_model)
         end = cdiv(num_tokens, self.block_size)
-        return self._extend(blocks, end, list(self._held(len(blocks), end, position)), record_for_zeroing=True)
+        held = [
+            *self._held(len(blocks), end, position),
+            *self._held_at_junction(request_id, len(blocks), end, position),
+        ]
+        return self._extend(blocks, end, held, record_for_zeroing=True)
 
     def _extend(
         self, blocks: list[KVCacheBlock], end: int, held: list[int], record_for_zeroing: bool
@@ -201,6 +242,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Forget a request and return its blocks, oldest first; hashes stay where a later request can resume."""
         boundaries = self._boundaries.pop(request_id, set())
         self._scan_from.pop(request_id, None)
+        self._junctions.pop(request_id, None)
         self._expected_loads.pop(request_id, None)
         alignment = self.cache_hit_alignment_tokens
         last_page = round_down(self.num_cached_block.get(request_id, 0) * self.block_size, alignment)
@@ -317,3 +359,33 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             for hit, block in zip(hits, blocks, strict=True):
                 hit[index] = block
         return hits, length
+
+
+def resume_with_own_tail(
+    cache: "KVCacheManager", request: Request, hit: "tuple[KVCacheBlocks, int, int]"
+) -> "tuple[KVCacheBlocks, int, int]":
+    """A hit whose recent tail is not cached, shortened by that tail: it is computed again, and held for later requests.
+
+    Otherwise its tokens would be read from pages for as long as they are recent, by every request that resumes there.
+    Where the shortened hit is not to be had (a recurrent state is missing there), the hit stays as it is.
+
+    Args:
+        cache: the scheduler's.
+        request: a waiting request.
+        hit: what ``KVCacheManager.get_computed_blocks`` found for it: blocks by group, their tokens, and where the
+            prompt parts from what other groups have cached, 0 for nowhere.
+
+    """
+    blocks, length, junction = hit
+    windows = [m for m in cache.coordinator.single_type_managers if isinstance(m, SinkWindowManager)]
+    if not windows:
+        return hit
+    if length and not junction and not all(m.holds_tail(blocks.blocks[m.kv_cache_group_id], length) for m in windows):
+        alignment = windows[0].cache_hit_alignment_tokens
+        shorter = max(0, length - round_up(windows[0].kv_cache_spec.recent - 1, alignment))
+        found, found_length, _ = cache.coordinator.find_longest_cache_hit(request.block_hashes, shorter)
+        if found_length > shorter - 2 * alignment:  # an EAGLE-like drafter gives up a page
+            blocks, length, junction = cache.create_kv_cache_blocks(found), found_length, length
+    for manager in windows:
+        manager.expect_junction(request.request_id, junction)
+    return blocks, length, junction

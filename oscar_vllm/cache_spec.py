@@ -99,7 +99,8 @@ class SinkWindowSpec(AttentionSpec):
         sink: tokens at the start that are held until the request ends.
         recent: a query at position q reads the tokens t with q - recent < t.
         replay_tokens: further tokens held behind ``recent``, so that the tail of the last prefix-cache boundary is
-            still whole when it is hashed. 0 where a hit does not need the recent tokens.
+            still there when it is hashed: a page where a hit gives up its last one, and one more where the tail must be
+            whole; without that it may lack up to a page of its oldest tokens.
         speculative_tokens: draft tokens of a step; so many positions of a step may be rejected.
         lookahead_tokens: slots a drafter writes past the scheduled tokens.
         concurrent_batches: steps that may be scheduled and not yet processed, the one being scheduled included.
@@ -224,7 +225,7 @@ class WindowCache(AttentionLayerBase):
             page_size_padded=shared_page_bytes(vllm_config),
             sink=sink,
             recent=recent,
-            replay_tokens=PAGE_TOKENS * (1 + drops_page) if invariant else 0,
+            replay_tokens=PAGE_TOKENS * (invariant + drops_page),
             speculative_tokens=vllm_config.num_speculative_tokens,
             lookahead_tokens=vllm_config.num_lookahead_tokens,
             concurrent_batches=vllm_config.max_concurrent_batches,

@@ -367,6 +367,28 @@ def hit_whole_blocks() -> None:
     _patch(HybridKVCacheCoordinator, "__init__", make)
 
 
+def resume_with_own_tails() -> None:
+    """Tell the window manager where a prompt parts from what is cached, and let it shorten hits by the recent tail.
+
+    Symptom: where many prompts share a beginning and then part, the 256 tokens before that place are read from pages
+    by every one of them (with ``prefill="invariant"`` none of them hits the beginning at all).
+    Cause: ``KVCacheManager.get_computed_blocks`` reports the place to the scheduler, which tells the managers when the
+    blocks of the step have been chosen; and a manager's lookup has no request to choose blocks for.
+    Remove: when managers are given the request.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    def make(original: Callable) -> Callable:
+        def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            from oscar_vllm.cache_manager import resume_with_own_tail
+
+            return resume_with_own_tail(self, request, original(self, request, *args, **kwargs))
+
+        return get_computed_blocks
+
+    _patch(KVCacheManager, "get_computed_blocks", make)
+
+
 def split_prefills_at_state_blocks() -> None:
     """Let the scheduler end prefill chunks where a block of recurrent states ends, not where a window block does.
 
@@ -477,16 +499,3 @@ def check_engine_config(prepare: Callable[["VllmConfig"], None]) -> None:
         return create_engine_config
 
     _patch(EngineArgs, "create_engine_config", make)
-
-
-def draft_dtype_is_ignored(vllm_config: "VllmConfig") -> bool:
-    """Whether the drafter would take the target's cache dtype although it was given its own.
-
-    0.32's V2 runner builds EAGLE and MTP drafters without looking at ``speculative_config.kv_cache_dtype``; 0.33
-    applies it everywhere (``SpeculativeConfig.apply_draft_overrides``).
-    """
-    return (
-        vllm_version() < (0, 33)
-        and vllm_config.use_v2_model_runner
-        and vllm_config.speculative_config.method in ("eagle", "eagle3", "mtp")
-    )

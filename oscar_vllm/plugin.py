@@ -43,6 +43,7 @@ def register() -> None:
     compat.equal_pages()
     compat.fix_block_size()
     compat.hit_whole_blocks()
+    compat.resume_with_own_tails()
     compat.split_prefills_at_state_blocks()
     compat.check_engine_config(prepare)
 
@@ -109,7 +110,7 @@ def keep_draft_dtype(vllm_config: "VllmConfig") -> None:
     """Leave the drafter's own layers in their dtype; vLLM would hand them the target's.
 
     Raises:
-        OscarUnsupportedError: the drafter was given our dtype, or this vLLM would give it ours all the same.
+        OscarUnsupportedError: the drafter was given our dtype.
 
     """
     speculative = vllm_config.speculative_config
@@ -119,11 +120,6 @@ def keep_draft_dtype(vllm_config: "VllmConfig") -> None:
         raise OscarUnsupportedError(
             f"speculative config kv_cache_dtype={speculative.kv_cache_dtype!r}: draft layers keep the draft model's "
             "dtype; drop kv_cache_dtype from --speculative-config"
-        )
-    if compat.draft_dtype_is_ignored(vllm_config):
-        raise OscarUnsupportedError(
-            f"speculative method {speculative.method!r} on vLLM 0.32's V2 runner gives draft layers the target's cache "
-            "dtype; set VLLM_USE_V2_MODEL_RUNNER=0, or use vLLM 0.33"
         )
     if speculative.kv_cache_dtype is None:
         speculative.kv_cache_dtype = "auto"
@@ -175,6 +171,7 @@ def validate_vllm_config(vllm_config: "VllmConfig") -> str:
 def _check_gpu(vllm_config: "VllmConfig", options: OscarConfig) -> None:
     """What the Triton kernels and CUDA graphs need on a GPU."""
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import max_decode_query_len
 
     from triton_ops.schedule import MAX_QUERY_LEN
 
@@ -191,10 +188,12 @@ def _check_gpu(vllm_config: "VllmConfig", options: OscarConfig) -> None:
         raise OscarUnsupportedError(
             f"--kv-cache-dtype {DTYPE} on a GPU needs --dtype bfloat16 or float16, not {vllm_config.model_config.dtype}"
         )
-    if vllm_config.num_speculative_tokens >= MAX_QUERY_LEN:
+    longest = max_decode_query_len(vllm_config)
+    if longest > MAX_QUERY_LEN:
         raise OscarUnsupportedError(
-            f"--kv-cache-dtype {DTYPE} verifies at most {MAX_QUERY_LEN - 1} draft tokens a step, "
-            f"num_speculative_tokens is {vllm_config.num_speculative_tokens}; lower it in --speculative-config"
+            f"--kv-cache-dtype {DTYPE} verifies at most {MAX_QUERY_LEN} tokens of a request a step, "
+            f"num_speculative_tokens={vllm_config.num_speculative_tokens} asks for {longest}; lower it in "
+            "--speculative-config"
         )
 
 
@@ -341,6 +340,7 @@ def engine_config(model: str, additional_config: dict[str, Any]) -> "VllmConfig"
         kv_cache_dtype=DTYPE,
         additional_config=additional_config,
         skip_tokenizer_init=True,
+        enforce_eager=True,  # nothing is run: graphs are the server's choice
     )
     return arguments.create_engine_config()
 

@@ -93,8 +93,6 @@ TABLE = [
          PLUGIN + "test_speculation_in_hybrid_models_is_refused_on_a_cpu"),
         ("`oscar_int2` as the draft's dtype", "no",
          PLUGIN + "test_an_explicit_draft_dtype_is_kept_unless_it_is_ours"),
-        ("EAGLE or MTP on vLLM 0.32's V2 runner", "no",
-         PLUGIN + "test_a_runner_that_ignores_the_draft_dtype_is_refused"),
     ),
     *group(
         "Execution",

@@ -107,7 +107,8 @@ class Engine:
         if allocated is not None:
             predicted, free = self._predicted
             assert free - self.pool.get_num_free_blocks() == predicted
-            assert len(self.held(request.request_id)) <= self.spec.max_blocks_per_request
+            at_junction = self.spec.tail_blocks if request.request_id in self.windows._junctions else 0
+            assert len(self.held(request.request_id)) <= self.spec.max_blocks_per_request + at_junction
         return allocated
 
     def start(self, request: Request, chunk: int = 8192) -> bool:
@@ -393,10 +394,13 @@ def test_a_hit_needs_the_sinks():
 
 
 def test_without_sinks_configured_a_hit_needs_no_window_at_all():
+    """It is shortened by the recent tail alone, which is computed again."""
     engine = Engine(window_spec(sink=0))
     engine.run(engine.request(prompt(1000)), generate=600)
     engine.pool.evict_blocks({block.block_id for block in engine.pool.blocks if block.block_id in _windows(engine)})
     engine.finish("1")
+    assert engine.run(engine.request(prompt(1000))) == 896 - 256
+    engine.finish("2")
     assert engine.run(engine.request(prompt(1000))) == 896
 
 
@@ -414,8 +418,45 @@ def test_required_recents_shorten_the_hit_to_a_whole_tail():
     assert engine.run(engine.request(prompt(1000))) == 896
     assert recents_found(engine, "2") == 255
     engine.finish("2")
-    # Somebody who shares 640 tokens would resume at 640, whose tail nobody holds.
+    # Somebody who shares 640 tokens would resume at 640, whose tail nobody holds; the next one finds it.
     assert engine.run(engine.request(prompt(640) + prompt(300, family=3))) == 0
+    engine.finish("3")
+    assert engine.run(engine.request(prompt(640) + prompt(300, family=4))) == 640
+    assert recents_found(engine, "4") == 255
+
+
+SHARED = [(1500, 1024), (3000, 2500), (700, 200)]
+"""Tokens of prompts, and how many of them are common to all."""
+
+
+@pytest.mark.parametrize(("length", "shared"), SHARED)
+@pytest.mark.parametrize("chunk", [8192, 512, 300])
+@pytest.mark.parametrize("required", [False, True])
+def test_the_tail_where_prompts_part_is_computed_once_more_and_then_found(length, shared, chunk, required):
+    engine = Engine(window_spec(require_recent=required, replay_tokens=PAGE * required), num_blocks=3000)
+    part = shared // PAGE * PAGE
+    hits = []
+    for family in range(1, 6):
+        request = engine.request(prompt(length, family, shared))
+        hits.append(engine.run(request, chunk=chunk, generate=5))
+        if family > 2:
+            assert recents_found(engine, request.request_id) == max(0, min(255, part - engine.spec.sink))
+        engine.finish(request.request_id)
+    # The second one pays; where recent tokens are required, it hits no more than what a chunk happened to leave whole.
+    assert hits[0] == 0
+    assert hits[1] == max(0, part - 256) or required or chunk < length
+    assert hits[1] < part or chunk < length
+    assert hits[2:] == [part] * 3
+    assert not engine.windows._junctions
+
+
+def test_a_pool_without_room_to_spare_keeps_no_tail_for_others():
+    engine = Engine(window_spec(), num_blocks=1 + 3 * 12 + 90)
+    for family in range(1, 5):
+        request = engine.request(prompt(1500, family, 1024))
+        engine.run(request)
+        assert request.request_id not in engine.windows._junctions
+        engine.finish(request.request_id)
 
 
 def test_required_recents_are_whole_after_generation():
@@ -430,10 +471,16 @@ def test_required_recents_are_whole_after_generation():
 
 
 def test_drop_eagle_block_gives_up_one_page():
-    engine = Engine(window_spec(), use_eagle=True)
+    engine = Engine(window_spec(replay_tokens=PAGE), use_eagle=True)
     engine.run(engine.request(prompt(1000)))
     engine.finish("1")
     assert engine.run(engine.request(prompt(1000))) == 768
+    engine.finish("2")
+    hits = []
+    for family in range(1, 5):
+        hits.append(engine.run(engine.request(prompt(1500, family, 700))))
+        engine.finish(str(engine.count))
+    assert hits == [0, 512 - 256, 512, 512]
 
 
 def test_blocks_that_left_the_window_are_reused_before_any_page():

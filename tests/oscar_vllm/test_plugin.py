@@ -240,8 +240,14 @@ def test_speculation_in_hybrid_models_is_refused_on_a_cpu(config, monkeypatch):
         (
             {"rotation": "hadamard"},
             "speculative_config",
-            SimpleNamespace(num_speculative_tokens=16, method="ngram"),
-            "at most 15 draft tokens a step, num_speculative_tokens is 16",
+            SimpleNamespace(num_speculative_tokens=16, method="ngram", parallel_drafting=False),
+            "at most 16 tokens of a request a step, num_speculative_tokens=16 asks for 17",
+        ),
+        (
+            {"rotation": "hadamard"},
+            "speculative_config",
+            SimpleNamespace(num_speculative_tokens=8, method="eagle", parallel_drafting=True),
+            "num_speculative_tokens=8 asks for 17",
         ),
     ],
 )
@@ -414,17 +420,6 @@ def test_an_explicit_draft_dtype_is_kept_unless_it_is_ours():
     assert vllm_config.speculative_config.kv_cache_dtype == "fp8"
     vllm_config.speculative_config.kv_cache_dtype = "oscar_int2"
     with pytest.raises(OscarUnsupportedError, match="draft layers keep the draft model's dtype"):
-        plugin.keep_draft_dtype(vllm_config)
-
-
-@pytest.mark.parametrize(("version", "refused"), [((0, 32), True), ((0, 33), False)])
-def test_a_runner_that_ignores_the_draft_dtype_is_refused(monkeypatch, version, refused):
-    monkeypatch.setattr("oscar_vllm.compat.vllm_version", lambda: version)
-    vllm_config = SimpleNamespace(speculative_config=speculative("mtp"), use_v2_model_runner=True)
-    if refused:
-        with pytest.raises(OscarUnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-            plugin.keep_draft_dtype(vllm_config)
-    else:
         plugin.keep_draft_dtype(vllm_config)
 
 
