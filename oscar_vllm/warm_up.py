@@ -104,7 +104,7 @@ def decode_launches(
                 merge_partials, codec=codec, schedule=schedule(grid), workspace=workspace, output=query,
                 lse=lse if layer.has_sinks else None, **lengths,
             )  # fmt: skip
-    for tokens in (1, PAGE_TOKENS**2):  # few pages, many pages
+    for tokens in (1, 2 * PAGE_TOKENS**2):  # few pages, many pages, also for a single KV head
         launches["demote", tokens] = partial(
             demote, key=row, value=row, num_tokens=tokens, num_requests=1, max_query_len=tokens, **written
         )

@@ -36,7 +36,7 @@ def append_token(
     if slot >= WINDOW_BLOCK:
         head = tl.arange(0, BLOCK_HEADS)[:, None]
         dim = tl.arange(0, HEAD_SIZE)[None, :]
-        keep = (head < NUM_HEADS) & (dim < HEAD_SIZE)
+        keep = head < NUM_HEADS
         k = tl.load(key + token * key_stride_token + head * key_stride_head + dim, mask=keep)  # [heads, d]
         v = tl.load(value + token * value_stride_token + head * value_stride_head + dim, mask=keep)
         target = windows + slot // WINDOW_BLOCK * window_stride_block + slot % WINDOW_BLOCK * window_stride_token

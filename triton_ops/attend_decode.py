@@ -13,7 +13,7 @@ memory as the fragments of an MMA. With raw sums x = sum f n c::
     weight  p_t = 2 ** (S_t - reference)
     output  O  += sum_t (p_t * scale_t) c_t + sum_t p_t * zero_t
 
-Integers are exact; sums stay below 2**24.
+Integers are exact; sums stay below 2**24 but for ``zero="token"`` or head size 256, where they round to 24 bits.
 
 *Up to 4 rows* keys are the A operand and both halves of the rows fill an MMA's 8 columns. The reference is the page's
 maximum; p_t * scale_t is quantized to 15 bits against the page's largest value scale, so it cannot overflow whatever
@@ -868,7 +868,8 @@ def _merge_kernel(
                 TAIL,
             )
     valid = row < tl.minimum(queries, seq_len) * GROUP
-    inverse = 1.0 / tl.where(valid, total, 1.0)
+    total = tl.where(total > 0, total, 1.0)  # nothing is read in a dummy batch, whose windows are null blocks
+    inverse = 1.0 / total
 
     # Dimension x lies at (x & 7) * (d / 8) + x // 8. Un-rotate on the tensor cores, rows repeated up to an MMA's M and
     # both factors as pairs of float16, 22 bits.
@@ -892,7 +893,7 @@ def _merge_kernel(
     target += (head * GROUP + row % GROUP) * output_stride_head
     tl.store(target[:, None] + column[None, :], o.to(output_ptr.dtype.element_ty), mask=valid[:, None])
     if HAS_LSE:
-        lse = (m + tl.log2(tl.where(valid, total, 1.0))) * 0.6931471805599453
+        lse = (m + tl.log2(total)) * 0.6931471805599453
         target = lse_ptr + (head * GROUP + row % GROUP) * lse_stride + first + row // GROUP
         tl.store(target, lse, mask=valid)
 
@@ -981,8 +982,8 @@ class DecodeWorkspace:
     ) -> "DecodeWorkspace":
         """Allocate for every batch of up to ``max_requests`` requests of up to ``max_query_len`` query tokens.
 
-        The partials dominate: (programs + requests) * rows * head size * 4 bytes, 9 MiB for 32 query and 8 KV heads
-        of size 128 and single-token queries on an H200 up to 66 requests, then 80 KiB per request.
+        The partials dominate: (programs + requests) * rows * head size * 4 bytes. For 32 query and 8 KV heads of size
+        128 and single-token queries on an H200 4 MiB and 16 KiB per request up to 264 requests, then 80 KiB each.
 
         Args:
             max_requests: most requests of a batch, padding included.

@@ -133,10 +133,12 @@ def check_cache(*, pages: Tensor, windows: Tensor, codec: LayerCodec, layout: Pa
         layout: the page layout.
 
     Raises:
-        ValueError: shapes or zero points do not agree.
+        ValueError: shapes or zero points do not agree, or the codec's tensors are not contiguous.
 
     """
     heads, d = codec.num_kv_heads, codec.head_size
+    if not all(tensor.is_contiguous() for _, tensor in codec.tensors()):
+        raise ValueError("the codec's tensors must be contiguous; LayerCodec.to makes them so")
     if codec.zero != layout.zero:
         raise ValueError(f"the codec has zero={codec.zero!r}, the pages have zero={layout.zero!r}")
     if pages.shape[1:] != (heads, layout.page_bytes) or windows.shape[1] != heads or windows.shape[3] != 2 * d:

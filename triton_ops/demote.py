@@ -263,6 +263,7 @@ def _demote_values(
     mean,
     constant,
     kth,
+    sink,
     part,
     HEAD_SIZE: tl.constexpr,
     GAUSS: tl.constexpr,
@@ -283,12 +284,13 @@ def _demote_values(
         token, position, first_position, first_token, window_row, window_stride_block, window_stride_token,
         step_stride_token, WINDOW_BLOCK,
     )  # fmt: skip
+    stored = position + token >= sink
     column = tl.arange(0, HEAD_SIZE)
     x = tl.zeros([TOKENS, HEAD_SIZE], tl.float32)
     for start in range(0, HEAD_SIZE, BLOCK_K):
         dims = start + tl.arange(0, BLOCK_K)
         rows = _gather(value, windows + HEAD_SIZE, step_offset, in_step, window_offset, dims)  # [TOKENS, BLOCK_K]
-        rows = rows - tl.load(mean + dims)[None, :]
+        rows = tl.where(stored[:, None], rows - tl.load(mean + dims)[None, :], 0.0)
         matrix = tl.load(rotation + dims[:, None] * HEAD_SIZE + column[None, :])  # [BLOCK_K, d]
         x = tl.dot(rows, matrix, x, input_precision=PRECISION)
 
@@ -381,7 +383,7 @@ def demote_part(
             value + head * value_stride_head, windows, page_bytes, page * 128, first_position, first_token,
             window_row, window_stride_block, window_stride_token, value_stride_token,
             value_rotation + head * (HEAD_SIZE * HEAD_SIZE), value_mean + head * HEAD_SIZE,
-            value_constant, value_kth, part,
+            value_constant, value_kth, sink, part,
             HEAD_SIZE, VALUE_GAUSS, VALUE_CLIP, WINDOW_BLOCK, TOKENS, BLOCK_K, PRECISION,
             VALUE_CODES, VALUE_SCALE, VALUE_ZERO,
         )  # fmt: skip

@@ -139,7 +139,7 @@ def _affine(rows: Tensor, quantizer: Quantizer) -> EncodedRows:
 
 
 def encode_keys(key: Tensor, stored: Tensor, codec: LayerCodec) -> EncodedRows:
-    """Quantize the keys of pages (method.md section 3).
+    """Quantize the keys of pages (README, "How it works").
 
     Args:
         key: [P, H, 128, d], any float dtype: keys after RoPE, as the model produced them.
@@ -240,6 +240,8 @@ def encode_pages(
         return rearrange(torch.cat([key, value], -1), "p t h c -> p h (t c)").contiguous().view(torch.uint8)
     stored = first_token[:, None] + torch.arange(PAGE_TOKENS, device=key.device) >= sink
     keys = encode_keys(rearrange(key, "p t h d -> p h t d"), stored, codec)
+    # A token that is never read must not set the largest scale of its page, which kernels quantize weights against.
+    value = torch.where(stored[:, :, None, None], value.float(), codec.value_mean)
     return pack(keys, encode_values(rearrange(value, "p t h d -> p h t d"), codec), layout)
 
 

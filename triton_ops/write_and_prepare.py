@@ -5,8 +5,8 @@ The three do not depend on each other: requests of short queries complete a page
 hold, or that the step brings. Programs, in the order in which they start: the queries' rows, the step's tokens, and as
 many programs for completed pages as there are multiprocessors, which end at once in most steps.
 
-Steps with longer queries take the three launches instead: there a page may hold tokens that another request of the same
-step appends to a shared window block.
+Steps with longer queries take the three launches instead: they complete many pages, for which `demote` has a launch of
+another shape.
 """
 
 import triton

@@ -53,6 +53,7 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
     drawn: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(options.get("seed", 0) + 1)
     dtype = options.get("dtype", torch.bfloat16)
+    value_of_sinks = options.pop("value_of_sinks", 1.0)
 
     def draw(count: int) -> torch.Tensor:
         # Keys share a mean, as trained keys do, and values an offset.
@@ -69,6 +70,9 @@ def decode_step(requests, *, heads, d, codec, layout, **options) -> Step:
         shape = (count, PAGE_TOKENS, heads, d)
         first = torch.arange(count) * PAGE_TOKENS
         key, value = (x[: count * PAGE_TOKENS].view(shape) for x in (key, value))
+        value = torch.where(
+            torch.arange(PAGE_TOKENS)[:, None, None] + first.view(-1, 1, 1, 1) < 64, value_of_sinks * value, value
+        )
         encoded = reference.encode_pages(key, value, first, codec=codec, layout=layout, sink=options.get("sink", 64))
         step.pages[step.page_table[r, :count].long()] = encoded
     if kind_of(codec) == "spectral":
@@ -262,6 +266,28 @@ def test_value_scales_far_apart(device, groups):
     scale = step.pages.view(torch.float16)[..., layout.value_scale // 2 : layout.value_zero // 2]
     scale *= torch.logspace(-2, 2, PAGE_TOKENS).half()
     check(step, device, codec, layout, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [4, 8])
+def test_values_of_sinks_leave_their_page_alone(device, groups):
+    """Nobody reads them from there, so they must not set the scale that the page's weights are quantized against."""
+    codec, layout = make_codec(1, 64, "page")
+    options = {"heads": 1, "d": 64, "groups": groups, "codec": codec, "layout": layout, "value_of_sinks": 1e5}
+    check(decode_step([(1300, 1)], **options), device, codec, layout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_dummy_batch_gives_numbers(device, queries):
+    """All block tables are null, as in vLLM's warm-up and on idle data-parallel ranks: nothing is read, 0 comes out."""
+    codec, layout = make_codec(1, 64, "page")
+    step = make_step([(0, queries), (0, queries)], heads=1, d=64, layout=layout, groups=4)
+    for name in ("window_table", "page_table", "windows", "pages"):
+        getattr(step, name).zero_()
+    output, lse = run(step, device, codec, layout, sink=64, recent=256)
+    assert bool((output == 0).all())
+    assert bool(lse.isfinite().all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial prefill attention, merged with the chunk's own keys, against the reference in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -243,8 +244,10 @@ def test_launch_choices():
 
 def test_refuses_what_does_not_fit():
     step, codec, layout = prepare([(130, 10)], heads=2, groups=1, d=64, zero="page")
-    arguments = {**step.cache("query"), "codec": codec, "layout": layout, "scale": 0.1, "sink": 64, "recent": 256}
-    arguments |= {"num_tokens": 10, "num_requests": 1}
+    arguments = {**step.cache("query"), "codec": codec.to("cpu"), "layout": layout}
+    arguments |= {"scale": 0.1, "sink": 64, "recent": 256, "num_tokens": 10, "num_requests": 1}
+    with pytest.raises(ValueError, match="must be contiguous"):
+        attend_prefill(**arguments | {"codec": replace(codec, key_encode=codec.key_encode.mT.contiguous().mT)})
     with pytest.raises(ValueError, match="zero='page'"):
         attend_prefill(**arguments | {"layout": PageLayout(64, "token")})
     with pytest.raises(ValueError, match="do not agree"):

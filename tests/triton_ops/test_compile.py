@@ -55,7 +55,7 @@ def launches(name: str, head_size: int, zero: str) -> list[tuple[Any, tuple, dic
     heads, tokens, pages = 2, 256, 4
     gauss = Quantizer("gauss", 1.1)
     bases = torch.eye(head_size).expand(heads, -1, -1)
-    codec = rotation_codec(bases, bases, zero=zero, key_quantizer=gauss, value_quantizer=gauss)
+    codec = rotation_codec(bases, bases, zero=zero, key_quantizer=gauss, value_quantizer=gauss).to("cpu")
     page = layout.PageLayout(head_size, zero)
     key = torch.zeros(tokens, heads, head_size, dtype=torch.bfloat16)
     query = torch.zeros(tokens, 4 * heads, head_size, dtype=torch.bfloat16)

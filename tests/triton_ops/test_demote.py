@@ -182,7 +182,7 @@ def test_real_values_differ_only_where_rounding_decides(device, heads, d, kind):
             centre = codec.key_mean[:, None] if ours.mean is None else ours.mean.float()[:, :, None]
             rows = torch.where(stored, rows - centre, 0.0)
         else:
-            rows = rows - codec.value_mean[:, None]
+            rows = torch.where(stored, rows - codec.value_mean[:, None], 0.0)
         level = levels_of(rows, ours, codec, is_key)
         magnitude = rows.double().abs() @ matrix.double().abs() / ours.scale.double()[..., None]
         bound = 2.0**-24 * ((d + 4) * magnitude + 8 * level.abs() + 8)
