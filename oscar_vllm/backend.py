@@ -47,7 +47,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from oscar_vllm.cache_spec import DTYPE, WINDOW_SUFFIX, SinkWindowSpec, history_layout
+from oscar_vllm.cache_spec import (
+    DTYPE,
+    WINDOW_SUFFIX,
+    SinkWindowSpec,
+    history_layout,
+    pages_per_block,
+    window_block_size,
+)
 from oscar_vllm.errors import OscarUnsupportedError
 from oscar_vllm.prefill import PrefillBuffers, attend_long
 from oscar_vllm.rotation import EngineSettings, engine_settings
@@ -282,7 +289,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             if present:
                 raise OscarUnsupportedError(
                     f"--kv-cache-dtype {DTYPE} does not support layers with {feature}; "
-                    "leave such layers unquantized with --kv-cache-dtype-skip-layers, or use --kv-cache-dtype auto"
+                    "leave them unquantized with --kv-cache-dtype-skip-layers (their indices, or sliding_window), or use "
+                    "--kv-cache-dtype auto"
                 )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -354,6 +362,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def _self_test(self, dtype: torch.dtype) -> None:
         """Refuse to serve with kernels that are wrong on this device."""
         assert isinstance(self.layout, PageLayout)
+        window_tokens = window_block_size(self.layout.head_size, dtype, self.layout.page_bytes)
         kernels = LayerKernels(
             codec=self.codec,
             layout=self.layout,
@@ -367,6 +376,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             max_query_len=self.max_query_len,
             max_requests=self.max_requests,
             has_sinks=self.sinks is not None,
+            window_block=pages_per_block(OscarImpl.last_vllm_config) * window_tokens,
         )
         self_test_once(kernels, torch.device(current_platform.device_type, torch.cuda.current_device()))
 

@@ -232,6 +232,12 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
     if vllm_config.speculative_config is not None and vllm_config.model_config.is_hybrid and current_platform.is_cpu():
         # Seen in 0.32 with every cache dtype: other tokens than without drafts.
         yield ("does not speculate in hybrid models on a CPU, where vLLM answers wrongly: drop --speculative-config")
+    if vllm_config.model_config.is_hybrid and parallel.pipeline_parallel_size > 1:
+        # A rank without attention layers would take another block size than the others.
+        yield (
+            "was not tried with pipeline parallelism of hybrid models: use --tensor-parallel-size instead, "
+            f"or {_USE_AUTO}"
+        )
     if envs.VLLM_BATCH_INVARIANT:
         yield (
             "has no batch-invariant attention in vLLM's sense: unset VLLM_BATCH_INVARIANT; "
@@ -282,6 +288,9 @@ def _unsupported_model(vllm_config: "VllmConfig") -> Iterator[str]:
         yield f"does not serve bidirectional attention over image tokens ({kind}); {_USE_AUTO}"
     if model.attention_chunk_size is not None:
         yield f"does not serve chunked local attention ({kind}); {_USE_AUTO}"
+    if kind == "zamba2":
+        # Their layers are named by the order of their uses, an artifact's by the model's.
+        yield f"does not serve attention blocks that several layers share ({kind}); {_USE_AUTO}"
     if _uses_alibi(text):
         yield f"does not serve ALiBi position biases ({kind}); {_USE_AUTO}"
     if vllm_config.cache_config.sliding_window is not None:

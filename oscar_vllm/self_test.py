@@ -50,7 +50,6 @@ from triton_ops.write_and_prepare import write_and_prepare
 
 logger = logging.getLogger(__name__)
 
-WINDOW_BLOCK = 16
 LOGIT_SPREAD = 2.0
 CHUNK = 27
 """Tokens of the second step: they leave one token to the end of a page."""
@@ -75,6 +74,7 @@ class LayerKernels:
         max_requests: most requests of a decode step.
         has_sinks: whether heads have learned sinks, for which a log-sum-exp is needed.
         soft_cap: c of logits c tanh(x / c), or 0.
+        window_block: tokens of a window block; more than 16 in hybrid models.
 
     """
 
@@ -90,6 +90,7 @@ class LayerKernels:
     max_requests: int = 2
     has_sinks: bool = False
     soft_cap: float = 0.0
+    window_block: int = 16
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -98,7 +99,7 @@ class LayerKernels:
         quantizers = [(q.kind, q.constant < 1.0) for q in (codec.key_quantizer, codec.value_quantizer)]
         segments = (self.sink, self.recent, self.prefill, self.max_query_len, self.max_requests, self.has_sinks)
         heads = (codec.num_kv_heads, self.num_query_heads, self.soft_cap)
-        return (self.layout, *heads, self.dtype, *segments, *quantizers)
+        return (self.layout, *heads, self.dtype, self.window_block, *segments, *quantizers)
 
 
 _passed: set[tuple[Any, ...]] = set()
@@ -183,15 +184,18 @@ class _SelfTest:
         self.seq_lens = [0, 0]
         tokens = max(self.prompt_lengths) + PAGE_TOKENS + layer.max_query_len
         self.page_table = self._blocks(2, tokens // PAGE_TOKENS + 1)
-        self.window_table = self._blocks(2, tokens // WINDOW_BLOCK + 1)
+        size = layer.window_block
+        self.window_table = self._blocks(2, tokens // size + 1)
         block = torch.arange(self.window_table.shape[1])
-        first_recent = (self.prompt_lengths[0] - layer.recent + 1) // WINDOW_BLOCK
-        for table, first in zip(self.window_table, (first_recent, 3 * PAGE_TOKENS // WINDOW_BLOCK), strict=True):
-            table[(block * WINDOW_BLOCK >= layer.sink) & (block < first)] = 0
-        # What nobody wrote is NaN (0xFF bytes). Window blocks are padded to the bytes of a page, as in an engine.
+        first_recent = (self.prompt_lengths[0] - layer.recent + 1) // size
+        for table, first in zip(self.window_table, (first_recent, 3 * PAGE_TOKENS // size), strict=True):
+            table[(block * size >= layer.sink) & (block < first)] = 0
+        # What nobody wrote is NaN (0xFF bytes). Window blocks are padded to the bytes of whole pages, as in an engine.
         page_bytes = heads * layer.layout.page_bytes
+        window_bytes = heads * size * 2 * d * layer.dtype.itemsize
+        padded = -(-window_bytes // page_bytes) * page_bytes
         self.pages = torch.full((self.page_table.numel() + 1, page_bytes), 255, dtype=torch.uint8)
-        self.windows = torch.full((self.window_table.numel() + 1, page_bytes), 255, dtype=torch.uint8)
+        self.windows = torch.full((self.window_table.numel() + 1, padded), 255, dtype=torch.uint8)
         self.device_pages, self.device_windows = (x.to(device, copy=True) for x in (self.pages, self.windows))
         # Keys and values share a mean, as trained ones do.
         self.mean = torch.randn(heads, d, generator=self.generator)
@@ -215,13 +219,14 @@ class _SelfTest:
         key += codec.key_mean + self.mean * key.std((0, 2))[:, None]
         value = torch.randn(tokens, heads, d, generator=self.generator) + codec.value_mean + self.mean
         position = [torch.arange(b, b + n) for b, n in zip(before, new, strict=True)]
-        block = [table[at // WINDOW_BLOCK].long() for table, at in zip(self.window_table, position, strict=True)]
+        size = layer.window_block
+        block = [table[at // size].long() for table, at in zip(self.window_table, position, strict=True)]
         self.seq_lens = [b + n for b, n in zip(before, new, strict=True)]
         return _Step(
             query=query.flatten(1, 2).to(layer.dtype).contiguous(),
             key=key.to(layer.dtype).contiguous(),
             value=value.to(layer.dtype).contiguous(),
-            slot_mapping=torch.cat(block) * WINDOW_BLOCK + torch.cat(position) % WINDOW_BLOCK,
+            slot_mapping=torch.cat(block) * size + torch.cat(position) % size,
             query_start_loc=torch.tensor([0, *new]).cumsum(0).int(),
             seq_lens=torch.tensor(self.seq_lens).int(),
         )
@@ -230,11 +235,12 @@ class _SelfTest:
         """Pages [N, H, page_bytes], windows [N, H, 16, 2 d] and their tables."""
         heads, d = self.codec.num_kv_heads, self.codec.head_size
         pages, windows = (self.device_pages, self.device_windows) if on_device else (self.pages, self.windows)
-        windows = windows.view(self.layer.dtype)[:, : heads * WINDOW_BLOCK * 2 * d]
+        size = self.layer.window_block
+        windows = windows.view(self.layer.dtype)[:, : heads * size * 2 * d]
         where = self.device if on_device else "cpu"
         return {
             "pages": pages.view(-1, heads, self.layer.layout.page_bytes),
-            "windows": windows.view(-1, heads, WINDOW_BLOCK, 2 * d),
+            "windows": windows.view(-1, heads, size, 2 * d),
             "page_table": self.page_table.to(where),
             "window_table": self.window_table.to(where),
         }
@@ -467,9 +473,9 @@ class _SelfTest:
         rows[:, : decoded.shape[1]] = decoded
         bound[:, : decoded.shape[1]] = 2.0**-10 * size.transpose(2, 3).flatten(1, 2)
         token = torch.arange(length)
-        block = self.window_table[request, token // WINDOW_BLOCK].long()
+        block = self.window_table[request, token // layer.window_block].long()
         plain = (token < first) & (block != 0) & ((token < layer.sink) | (token > first - layer.recent))
-        windows = cache["windows"][block, :, token % WINDOW_BLOCK].float()
+        windows = cache["windows"][block, :, token % layer.window_block].float()
         rows[:, plain] = torch.stack(windows[plain].split(codec.head_size, -1))
         rows[:, first:] = torch.stack([step.key[begin:end], step.value[begin:end]]).float()
         bound[:, plain | (token >= first)] = 0
@@ -519,7 +525,7 @@ class _SelfTest:
             schedule.update(
                 grid=grid,
                 window_table=batch["window_table"],
-                window_block_size=WINDOW_BLOCK,
+                window_block_size=layer.window_block,
                 sink=layer.sink,
                 recent=layer.recent,
                 **metadata,

@@ -18,7 +18,7 @@ from triton_ops.attend_decode import DecodeWorkspace, attend_partials, merge_opt
 from triton_ops.demote import demote
 from triton_ops.layout import PAGE_TOKENS
 from triton_ops.prepare import QueryMatrix, prepare_query
-from triton_ops.schedule import WINDOW_TILE, DecodeGrid, DecodeSchedule, request_block
+from triton_ops.schedule import DecodeGrid, DecodeSchedule, request_block
 from triton_ops.write_and_prepare import write_and_prepare
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def decode_launches(
     empty = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in (tables | batch).items()}
     cache = {
         "pages": torch.zeros(1, heads, layer.layout.page_bytes, dtype=torch.uint8, device=device),
-        "windows": torch.zeros(1, heads, WINDOW_TILE, 2 * d, dtype=layer.dtype, device=device),
+        "windows": torch.zeros(1, heads, layer.window_block, 2 * d, dtype=layer.dtype, device=device),
     }
     query = torch.zeros(1, layer.num_query_heads, d, dtype=layer.dtype, device=device)
     row = torch.zeros(1, heads, d, dtype=layer.dtype, device=device)
@@ -94,8 +94,8 @@ def decode_launches(
             )  # fmt: skip
         if ("schedule", request_block(count)) not in launches:
             launches["schedule", request_block(count)] = partial(
-                schedule(grid).update, grid=grid, window_table=empty["window_table"], window_block_size=WINDOW_TILE,
-                sink=layer.sink, recent=layer.recent, **lengths,
+                schedule(grid).update, grid=grid, window_table=empty["window_table"], sink=layer.sink,
+                recent=layer.recent, window_block_size=layer.window_block, **lengths,
             )  # fmt: skip
         options = merge_options(grid=grid, num_kv_heads=heads, head_size=d, multiprocessors=workspace.multiprocessors)
         merge = ("merge", *rows, options)

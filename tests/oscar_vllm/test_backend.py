@@ -104,6 +104,8 @@ def test_a_layer_with_kernels_tests_itself_once_loaded(monkeypatch):
     impl.loaded_codec, impl.max_requests, impl.max_query_len = impl.codec, 8, 4
     impl.soft_cap = 50.0
     tested = []
+    monkeypatch.setattr(backend.OscarImpl, "last_vllm_config", None, raising=False)
+    monkeypatch.setattr(backend, "pages_per_block", lambda _: 3)  # a hybrid model
     monkeypatch.setattr(backend, "self_test_once", lambda kernels, device: tested.append((kernels, device)))
     monkeypatch.setattr(backend, "_decode_workspace", lambda *sizes: sizes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -113,7 +115,7 @@ def test_a_layer_with_kernels_tests_itself_once_loaded(monkeypatch):
     assert (kernels.layout, kernels.num_query_heads, kernels.scale) == (layout, HEADS * GROUPS, D**-0.5)
     assert kernels.soft_cap == 50.0
     assert (kernels.sink, kernels.recent, kernels.prefill) == (SINK, RECENT, "invariant")
-    assert (kernels.dtype, kernels.max_query_len) == (torch.float16, 4)
+    assert (kernels.dtype, kernels.max_query_len, kernels.window_block) == (torch.float16, 4, 48)
 
 
 def make_builder(impl, spec) -> OscarMetadataBuilder:

@@ -275,6 +275,26 @@ MODEL_KINDS = {
 }
 
 
+def test_hybrid_models_are_not_cut_into_stages(config, monkeypatch):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
+    assert list(plugin._unsupported_engine(config)) == []
+    config.parallel_config.pipeline_parallel_size = 2
+    (problem,) = plugin._unsupported_engine(config)
+    assert "use --tensor-parallel-size instead" in problem
+
+
+def test_attention_blocks_shared_by_layers_are_refused():
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(model_type="zamba2"), use_mla=False, is_attention_free=False,
+        is_encoder_decoder=False, attn_type="hybrid", is_mm_prefix_lm=False, attention_chunk_size=None,
+    )  # fmt: skip
+    vllm_config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(sliding_window=None))
+    (problem,) = plugin._unsupported_model(vllm_config)
+    assert "several layers share (zamba2)" in problem
+
+
 @pytest.mark.parametrize("case", MODEL_KINDS)
 def test_kinds_of_models_that_are_refused(case):
     name, value, message = MODEL_KINDS[case]

@@ -38,8 +38,9 @@ def layer(kind: str = "page", *, heads: int = 1, groups: int = 2, d: int = 64, q
         {"kind": "spectral", "queries": 4, "sink": 0},
         {"kind": "token", "groups": 3, "prefill": "invariant", "dtype": torch.float16, "recent": 144},
         {"kind": "page", "groups": 4, "soft_cap": 50.0},
+        {"kind": "page", "window_block": 48},
     ],
-    ids=["spectral", "token", "soft cap"],
+    ids=["spectral", "token", "soft cap", "hybrid"],
 )
 def test_right_kernels_pass_whatever_the_loader_set(options):
     """vLLM loads weights with the model's dtype as torch's default; the global random state is not touched."""

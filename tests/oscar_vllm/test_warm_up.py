@@ -56,7 +56,7 @@ def layer(heads: int, groups: int, d: int, queries: int, **options) -> LayerKern
 
 def launch_steps(layer: LayerKernels, requests: int, queries: int) -> None:
     """The launches of a decode step, of the decoding part of a mixed one, and of a long prompt, as the backend's."""
-    codec, heads, d = layer.codec, layer.codec.num_kv_heads, layer.codec.head_size
+    codec, heads, d = layer.codec.to("cpu"), layer.codec.num_kv_heads, layer.codec.head_size
     shape = {"num_query_heads": layer.num_query_heads, "num_kv_heads": heads, "head_size": d}
     workspace = DecodeWorkspace.allocate(
         max_requests=REQUESTS, max_query_len=layer.max_query_len, device="cpu", **shape, **H200
@@ -67,7 +67,7 @@ def launch_steps(layer: LayerKernels, requests: int, queries: int) -> None:
     query, key, value = projected.split([layer.num_query_heads, heads, heads], 1)
     batch = {
         "pages": torch.zeros(3, heads, layer.layout.page_bytes, dtype=torch.uint8),
-        "windows": torch.zeros(3, heads, 16, 2 * d, dtype=layer.dtype),
+        "windows": torch.zeros(3, heads, layer.window_block, 2 * d, dtype=layer.dtype),
         "page_table": torch.zeros(requests, 7, dtype=torch.int32),
         "window_table": torch.zeros(requests, 51, dtype=torch.int32),
         "query_start_loc": torch.zeros(requests + 1, dtype=torch.int32),
@@ -79,8 +79,9 @@ def launch_steps(layer: LayerKernels, requests: int, queries: int) -> None:
     lengths = {name: batch[name] for name in ("query_start_loc", "seq_lens")}
     grid = workspace.grid(num_requests=requests, max_query_len=queries, **shape)
     schedule.update(
-        grid=grid, window_table=batch["window_table"], window_block_size=16, sink=64, recent=layer.recent, **lengths
-    )
+        grid=grid, window_table=batch["window_table"], window_block_size=layer.window_block, sink=64,
+        recent=layer.recent, **lengths,
+    )  # fmt: skip
     queries_of = {"query": query, "matrix": QueryMatrix.of(codec), "grid": grid, "scale": layer.scale}
     queries_of["prepared"] = workspace.prepared
     write_and_prepare(
@@ -93,15 +94,20 @@ def launch_steps(layer: LayerKernels, requests: int, queries: int) -> None:
         output=torch.zeros(tokens, layer.num_query_heads, d, dtype=layer.dtype),
         lse=torch.zeros(layer.num_query_heads, tokens) if layer.has_sinks else None,
     )  # fmt: skip
-    for long in (200, 8192):
+    for long in (200, 8192, 16384):
         rows = {"key": key, "value": value, "num_tokens": tokens + long}
         demote(**rows, **batch, num_requests=requests, max_query_len=long)
 
 
 @pytest.mark.parametrize(
     "case",
-    [(8, 4, 128, 1, {}), (2, 7, 64, 4, {"has_sinks": True}), (1, 8, 256, 1, {})],
-    ids=["8x4x128", "2x7x64, 3 drafts, sinks", "1x8x256"],
+    [
+        (8, 4, 128, 1, {}),
+        (2, 7, 64, 4, {"has_sinks": True}),
+        (1, 8, 256, 1, {}),
+        (1, 8, 128, 1, {"window_block": 48}),
+    ],
+    ids=["8x4x128", "2x7x64, 3 drafts, sinks", "1x8x256", "1x8x128, hybrid"],
 )
 def test_steps_of_any_size_launch_what_was_compiled(compiled, case):
     heads, groups, d, queries, options = case
