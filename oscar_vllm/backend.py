@@ -289,8 +289,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             if present:
                 raise OscarUnsupportedError(
                     f"--kv-cache-dtype {DTYPE} does not support layers with {feature}; "
-                    "leave them unquantized with --kv-cache-dtype-skip-layers (their indices, or sliding_window), or use "
-                    "--kv-cache-dtype auto"
+                    "leave them unquantized with --kv-cache-dtype-skip-layers (their indices, or sliding_window), or "
+                    "use --kv-cache-dtype auto"
                 )
         self.num_heads = num_heads
         self.head_size = head_size
