@@ -9,7 +9,6 @@ instead (`run_variants`).
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +99,6 @@ class Cache:
         gauss = Quantizer("gauss", 1.1)
         codec = rotation_codec(bases[0], bases[1], zero="page", key_quantizer=gauss, value_quantizer=gauss)
         return codec.to(device)
-
-    def batch(self, lengths: list[int], groups: int) -> "Batch":
-        return Batch(self, lengths, groups)
 
 
 class Batch:
@@ -515,15 +511,16 @@ def run_variants(device: str = "cuda") -> list[dict[str, Any]]:
     return recorder.rows
 
 
-def main() -> int:
+def main() -> None:
+    """Measure and append to attend_decode.csv."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-flash", action="store_true", help="skip FlashAttention-3")
     parser.add_argument("--variants", action="store_true", help="compare launch choices instead")
     arguments = parser.parse_args()
+    results.require_gpu()
     rows = run_variants() if arguments.variants else run(flash=not arguments.no_flash)
-    results.append("attend_decode", rows)
-    return 0
+    print("kept in", results.append("attend_decode", rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,6 +10,7 @@ a key: `attend_prefill` reads the context in place, `gather` writes context and 
 which is also timed on BF16 keys, contiguous and in blocks of 16 tokens as vLLM keeps them.
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import results
 from benchmarks.attend_decode import microseconds, warm_clocks
 from oscar_vllm.prefill import PrefillBuffers, attend_long
 from triton_ops import reference
@@ -452,5 +454,13 @@ def run(
     return rows
 
 
+def main() -> None:
+    """Measure and append to demote_prefill.csv."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    results.require_gpu()
+    print("kept in", results.append("demote_prefill", run()))
+
+
 if __name__ == "__main__":
-    run()
+    main()

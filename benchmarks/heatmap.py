@@ -10,8 +10,6 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import results
 from benchmarks.attend_decode import Batch, Cache, FlashAttention, Variant, check, time_batch, warm_clocks
 from triton_ops.layout import PAGE_TOKENS
@@ -80,8 +78,7 @@ def main() -> None:
             plot(list(csv.DictReader(file)))
         print(PICTURE)
         return
-    if not torch.cuda.is_available():
-        parser.error("no NVIDIA GPU found")
+    results.require_gpu()
     rows = run()
     print(results.table(rows))
     print("kept in", results.append("heatmap", rows))

@@ -6,6 +6,7 @@ before. So each kernel is timed in a burst after a rest and for some seconds on 
 says of the clock, the power and the reasons for the clock (0x4: the power cap).
 """
 
+import argparse
 import os
 import subprocess
 import threading
@@ -87,7 +88,15 @@ def run(device: str = "cuda") -> list[dict[str, Any]]:
     return rows
 
 
+def main() -> None:
+    """Measure, print one table, append to power.csv."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    results.require_gpu()
+    rows = run()
+    print(results.table(rows))
+    print("kept in", results.append("power", rows))
+
+
 if __name__ == "__main__":
-    measured = run()
-    print(results.table(measured))
-    print("kept in", results.append("power", measured))
+    main()

@@ -56,6 +56,17 @@ def context() -> dict[str, str]:
     }
 
 
+def require_gpu() -> None:
+    """End the program where there is nothing to measure on.
+
+    Raises:
+        SystemExit: PyTorch finds no NVIDIA GPU.
+
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("error: PyTorch finds no NVIDIA GPU here; benchmarks run on one only")
+
+
 def append(name: str, rows: Sequence[Mapping[str, Any]], folder: Path = RESULTS) -> Path:
     """Append rows to ``<folder>/<name>.csv``; an existing file keeps its columns and gains new ones at the end."""
     path = folder / f"{name}.csv"

@@ -8,8 +8,25 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from calib.hub import check_repository, push
-from calib.rotation import CHOICES, PRESETS
+from calib.rotation import CHOICES, PRESETS, flag
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
+
+HELP = {
+    "granularity": "one basis per KV head, or one for all heads of a layer (head)",
+    "composition": "rotation of values, and of keys with --allocation uniform: U eigenvectors, H Hadamard, "
+                   "P bit-reversed order (UH)",
+    "key_target": "U of keys from the queries' covariance or from the keys' own (query)",
+    "query_weight": "queries count by what their attention may lose by errors in history, or all alike (history)",
+    "positions": "statistics for all positions of the longest context, or for those of the samples alone (context)",
+    "value_target": "U of values from the attention's output, its mean-field stand-in, or the values (output)",
+    "allocation": "bits of key directions by their variance, or two for each (spectral)",
+    "max_bits": "most bits of a direction with --allocation spectral (4 or 8, by the KL on held-out text)",
+    "spread": "Hadamard rotations inside groups of directions of equal bits (with or without, by the same KL)",
+    "zero": "subtract each page's mean key, or store a zero per token (page)",
+    "quantizer": "step from the deviation of a row, or from its extremes; minmax needs --zero token (gauss)",
+    "centre": "calibrated means to subtract; of keys only with --zero token (none)",
+}
+"""Help of the options that set a `Recipe`, with what --preset default has."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,16 +64,14 @@ def parser() -> argparse.ArgumentParser:
     recipe.add_argument("--preset", default="default", choices=tuple(PRESETS),
                         help="default: what measures best; reference: the OSCAR paper exactly")
     for name, legal in CHOICES.items():
-        recipe.add_argument(_flag(name), type=type(legal[0]), choices=legal)
-    recipe.add_argument("--ridge", type=float, help="regularization of the queries' covariance")
+        recipe.add_argument(flag(name), type=type(legal[0]), choices=legal, help=HELP[name])
+    recipe.add_argument("--ridge", type=float,
+                        help="regularization of the queries' covariance, in its mean diagonals (1e-4)")
     recipe.add_argument("--key-constant", type=float,
-                        help="kappa or clip of keys (1.1; searched with --allocation uniform)")
-    recipe.add_argument("--value-constant", type=float, help="kappa or clip of values (default: searched)")
+                        help="kappa (gauss, above 0) or clip quantile (minmax, at most 1) of keys (1.1; searched with "
+                        "--allocation uniform)")
+    recipe.add_argument("--value-constant", type=float, help="likewise of values (default: searched)")
     return top
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def main(arguments: list[str] | None = None) -> int:

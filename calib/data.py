@@ -66,13 +66,27 @@ def _decode(raw: bytes, path: Path, *, cut: bool = False) -> str:
         ) from None
 
 
-def _read(path: Path) -> str:
+def read_utf8(path: Path, limit: int = -1) -> str:
+    """The text of a file.
+
+    Args:
+        path: a UTF-8 file.
+        limit: bytes to read at most; -1: all.
+
+    Raises:
+        OscarConfigError: it cannot be read, is binary or not UTF-8.
+
+    """
     try:
         with open(path, "rb") as file:
-            raw, more = file.read(4 * _MAX_CHARS), bool(file.read(1))
+            raw, more = file.read(limit), bool(file.read(1))
     except OSError as error:
-        raise OscarConfigError(f"dataset {path} cannot be read: {error.strerror}") from None
-    text = _decode(raw, path, cut=more)
+        raise OscarConfigError(f"text {path} cannot be read: {error.strerror}") from None
+    return _decode(raw, path, cut=more)
+
+
+def _read(path: Path) -> str:
+    text = read_utf8(path, 4 * _MAX_CHARS)
     if not text.strip():
         raise OscarConfigError(f"dataset {path} is empty")
     return text

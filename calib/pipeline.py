@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from calib.capture import intercept_attention
 from calib.data import load_documents, token_windows
 from calib.positions import PageRotations, held_out_starts, over_context
+from calib.pretrained import from_pretrained
 from calib.quantizer_search import LayerChoice, QuantizerSearch
 from calib.rotation import PRESETS, Recipe
 from calib.simulate import QuantizedCache, Segments
@@ -125,11 +127,11 @@ def calibrate(
         output_dir: where the artifact goes; holds the statistics while the run lasts.
         tokenizer: default: the model's own.
         revision: hub revision of the model.
-        dataset: see `calib.data.load_documents`; also ``split`` and ``text_field``.
-        split: see dataset.
-        text_field: see dataset.
-        num_samples: samples for the statistics; held_out: further samples to choose constants and measure by.
-        held_out: see num_samples.
+        dataset: a Hugging Face dataset, a .txt or .jsonl file, or None, see `calib.data.load_documents`.
+        split: split of a Hugging Face dataset.
+        text_field: field of the dataset that holds the text.
+        num_samples: samples for the statistics.
+        held_out: further samples to choose constants and measure by.
         max_length: tokens per sample.
         max_position: tokens of the longest context to be served (calib/positions.py); default: the model's own limit,
             at most `MAX_POSITION`.
@@ -137,15 +139,15 @@ def calibrate(
         dtype: of the model: ``"auto"`` is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: passed to transformers, such as ``"auto"``; default: one GPU if there is one, else the CPU.
         recipe: how codecs are made; default: ``PRESETS["default"]``.
-        sink: BF16 tokens at the start; recent: at the end.
-        recent: see sink.
+        sink: BF16 tokens at the start.
+        recent: BF16 tokens at the end.
         checkpoint_seconds: how often the statistics are saved.
         overwrite: replace an artifact that is already there.
         keep_statistics: leave the statistics in the folder, so that a run with another recipe starts from them.
         trust_remote_code: passed to transformers.
 
     Raises:
-        OscarConfigError: an option, the text or the model's numbers are unusable.
+        OscarConfigError: the model cannot be loaded, or an option, the text or the model's numbers are unusable.
         OscarUnsupportedError: the model cannot be served with an INT2 cache.
 
     """
@@ -155,54 +157,35 @@ def calibrate(
     segments = Segments(sink, recent)
     load = {"revision": revision, "trust_remote_code": trust_remote_code}
     name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
-    config = AutoConfig.from_pretrained(model, **load) if isinstance(model, str) else model.config
+    config = from_pretrained(AutoConfig, model, **load) if isinstance(model, str) else model.config
     geometry = model_geometry(config)
-    _check_padding(geometry["head_size"], recipe)
-    needed = TOKENS_PER_DIMENSION * geometry["head_size"]
-    if num_samples * (max_length - sink) < needed:
+    head_size = geometry["head_size"]
+    _check_padding(head_size, recipe)
+    context = _context(config, recipe, max_position, max_length)
+    fewest = math.ceil(TOKENS_PER_DIMENSION * head_size / (max_length - sink))
+    if num_samples < fewest:
         raise OscarConfigError(
             f"{num_samples} samples of {max_length} tokens are too few for a stable covariance at head size "
-            f"{geometry['head_size']}: {needed} tokens behind the sink are needed; raise --num-samples or --max-length"
+            f"{head_size}: {TOKENS_PER_DIMENSION * head_size} tokens behind the sink are needed; raise --num-samples "
+            "or --max-length"
         )
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(name, **load)
+        tokenizer = from_pretrained(AutoTokenizer, name, **load)
     documents = load_documents(dataset, split=split, text_field=text_field, seed=seed)
     windows = token_windows(documents, tokenizer, count=num_samples + held_out, length=max_length, seed=seed)
-    samples, judged = windows[: len(windows) - held_out], windows[len(windows) - held_out :]
-    if len(judged) < held_out or len(samples) * (max_length - sink) < needed:
-        raise OscarConfigError(
-            f"dataset {dataset or 'bundled'} gives {len(windows)} samples of {max_length} tokens; at least "
-            f"{held_out + math.ceil(needed / (max_length - sink))} are needed; give more text or lower --max-length"
-        )
-    if len(samples) < num_samples:
-        print(f"dataset {dataset or 'bundled'} holds {len(samples)} of {num_samples} samples", file=sys.stderr)
+    samples, judged = _split(windows, num_samples, held_out, fewest, dataset or "bundled")
     if isinstance(model, str):
         model = _load_model(model, config, dtype, device_map, load)
     _check_weights(model)
     model.eval()
-    context = _context(model, recipe, max_position, max_length)
-    starts = held_out_starts(len(judged), max_length, context)
 
     started = time.monotonic()
     settings = _settings(name, config, model.dtype, windows, segments)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = output_dir / CHECKPOINT
     with torch.inference_mode():
-        statistics, skipped = _collect(model, samples, settings, segments, checkpoint, checkpoint_seconds)
-        if recipe.positions == "context":
-            rotations = _rotations(model, samples[0][:ROTATION_TOKENS])
-            statistics = over_context(statistics, rotations, max_length, context)
-        placed = [Sample(ids, start) for ids, start in zip(judged, starts, strict=True)]
-        search, exact = _search(model, placed, statistics, recipe, segments)
-        candidates = _candidates(search, recipe)
-        figures_of = {
-            name: _judge(model, placed, QuantizedCache(_codecs(choices), segments), exact, segments, name)
-            for name, choices in candidates.items()
-        }
-    best = min(candidates, key=lambda name: figures_of[name]["kl"])
-    choices, codecs, figures = candidates[best], _codecs(candidates[best]), figures_of[best]
+        statistics, skipped = _collect(model, samples, settings, segments, output_dir / CHECKPOINT, checkpoint_seconds)
+        choices, metrics = _choose(model, samples, judged, statistics, recipe, segments, context)
     artifact = Artifact(
-        layers=codecs,
+        layers=_codecs(choices),
         geometry=geometry,
         model=name,
         revision=revision or getattr(config, "_commit_hash", None),
@@ -225,14 +208,12 @@ def calibrate(
             },
             "skipped_layers": {str(index): reason for index, reason in skipped.items()},
         },
-        metrics={"model": figures, "candidates": {name: other["kl"] for name, other in figures_of.items()}}
-        | {str(index): choice.metrics() for index, choice in choices.items()},
+        metrics=metrics,
     )
-    artifact.save(output_dir)
     result = CalibrationResult(artifact, choices, skipped)
-    (output_dir / "README.md").write_text(_model_card(result, time.monotonic() - started), encoding="utf-8")
+    _write(result, output_dir, time.monotonic() - started)
     if not keep_statistics:
-        checkpoint.unlink(missing_ok=True)
+        (output_dir / CHECKPOINT).unlink(missing_ok=True)
     return result
 
 
@@ -240,19 +221,27 @@ def _check_options(
     output_dir: Path, num_samples: int, held_out: int, max_length: int, sink: int, recent: int, overwrite: bool
 ) -> None:
     if num_samples < 1 or held_out < 1:
-        raise OscarConfigError(f"num_samples={num_samples}, held_out={held_out}: at least one of each is needed")
-    if not 0 <= sink <= PAGE_TOKENS:
-        raise OscarConfigError(f"sink={sink} is out of range; use 0 to {PAGE_TOKENS}")
+        raise OscarConfigError(f"--num-samples {num_samples}, --held-out {held_out}: at least one of each is needed")
+    if not 0 <= sink <= PAGE_TOKENS or sink % 16:
+        raise OscarConfigError(f"--sink {sink} is out of range; use a multiple of 16 from 0 to {PAGE_TOKENS}")
     if recent < PAGE_TOKENS or recent % 16:
-        raise OscarConfigError(f"recent={recent} must be a multiple of 16 and at least {PAGE_TOKENS}")
+        raise OscarConfigError(f"--recent {recent} is out of range; use a multiple of 16, at least {PAGE_TOKENS}")
     shortest = sink + recent + 2 * PAGE_TOKENS
     if max_length < shortest:
         raise OscarConfigError(
-            f"max_length={max_length} leaves no history behind {sink} sink and {recent} recent tokens; "
+            f"--max-length {max_length} leaves no history behind {sink} sink and {recent} recent tokens; "
             f"use at least {shortest}"
         )
     if (output_dir / CONFIG_FILE).exists() and not overwrite:
         raise OscarConfigError(f"{output_dir} already holds an artifact; choose another folder or pass --overwrite")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise OscarConfigError(
+            f"--output-dir {output_dir} cannot be written to ({error.strerror}); choose another folder"
+        ) from None
 
 
 def _check_padding(head_size: int, recipe: Recipe) -> None:
@@ -262,15 +251,31 @@ def _check_padding(head_size: int, recipe: Recipe) -> None:
         return
     if "H" not in recipe.composition:
         raise OscarConfigError(
-            f"composition={recipe.composition!r} would store the zeros that pad heads of {head_size} to {size}; "
+            f"--composition {recipe.composition} would store the zeros that pad heads of {head_size} to {size}; "
             "use one with H"
         )
     for alternative in recipe.alternatives():
         if alternative.max_bits is not None and alternative.max_bits * head_size < 2 * size:
             raise OscarConfigError(
-                f"max_bits={alternative.max_bits}: heads of {head_size} cannot take the {2 * size} bits of a page of "
+                f"--max-bits {alternative.max_bits}: heads of {head_size} cannot take the {2 * size} bits of a page of "
                 f"head size {size}, and zeros would; raise --max-bits or use --allocation uniform"
             )
+
+
+def _split(
+    windows: list[Tensor], num_samples: int, held_out: int, fewest: int, dataset: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Samples for the statistics, at least ``fewest``, and the ``held_out`` last windows to choose and measure by."""
+    if len(windows) < fewest + held_out:
+        length = f" of {len(windows[0])} tokens" if windows else ""
+        raise OscarConfigError(
+            f"dataset {dataset} gives {len(windows)} samples{length}; at least {held_out + fewest} are needed; "
+            "give more text or lower --max-length"
+        )
+    samples, judged = windows[:-held_out], windows[-held_out:]
+    if len(samples) < num_samples:
+        print(f"dataset {dataset} holds {len(samples)} of {num_samples} samples", file=sys.stderr)
+    return samples, judged
 
 
 def _load_model(model: str, config: Any, dtype: str, device_map: str | None, load: dict[str, Any]) -> PreTrainedModel:
@@ -278,7 +283,7 @@ def _load_model(model: str, config: Any, dtype: str, device_map: str | None, loa
         device_map = "cuda" if torch.cuda.is_available() else None
     if dtype == "auto" and device_map in (None, "cpu"):
         dtype = "float32"
-    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, device_map=device_map, **load)
+    return from_pretrained(AutoModelForCausalLM, model, config=config, dtype=dtype, device_map=device_map, **load)
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -287,18 +292,19 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise OscarConfigError(f"weight {name} holds non-finite values; fetch the model anew")
 
 
-def _context(model: PreTrainedModel, recipe: Recipe, max_position: int | None, max_length: int) -> int:
+def _context(config: Any, recipe: Recipe, max_position: int | None, max_length: int) -> int:
     """Tokens of the longest context to calibrate for: those of a sample where positions are not looked at."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_position is not None and not max_length <= max_position <= (limit or max_position):
         raise OscarConfigError(
-            f"max_position={max_position} is out of range; use at least max_length={max_length}, the tokens of a "
-            f"sample, and at most max_position_embeddings={limit} of the model"
+            f"--max-position {max_position} is out of range; use at least the {max_length} tokens of a sample "
+            + (f"(--max-length) and at most the model's own limit, {limit}" if limit else "(--max-length)")
         )
     if recipe.positions == "samples":
         if max_position is not None:
             raise OscarConfigError(
-                f"max_position={max_position} has no effect with positions='samples'; leave out one of them"
+                f"--max-position {max_position} has no effect with --positions samples (--preset reference sets it); "
+                "leave it out, or add --positions context"
             )
         return max_length
     return max_position or max(max_length, min(limit or MAX_POSITION, MAX_POSITION))
@@ -384,13 +390,39 @@ def _forward(model: PreTrainedModel, sample: Sample, judged: Tensor | None = Non
 
 
 def _judged_tokens(length: int, segments: Segments) -> Tensor:
-    first = segments.sink + segments.recent
-    return torch.linspace(first, length - 2, min(_JUDGED, length - 1 - first)).long()
+    return segments.query_positions(length - 1, _JUDGED)  # the last token has no successor to predict
 
 
 def _log_probabilities(model: PreTrainedModel, sample: Sample, segments: Segments) -> Tensor:
     logits = _forward(model, sample, _judged_tokens(len(sample.ids), segments))[0]
     return logits.float().log_softmax(-1).cpu()
+
+
+def _choose(
+    model: PreTrainedModel,
+    samples: list[Tensor],
+    judged: list[Tensor],
+    statistics: Statistics,
+    recipe: Recipe,
+    segments: Segments,
+    context: int,
+) -> tuple[dict[int, LayerChoice], dict[str, Any]]:
+    """The layers of the candidate with the least KL on held-out text, and the artifact's metrics."""
+    length = len(judged[0])
+    if recipe.positions == "context":
+        rotations = _rotations(model, samples[0][:ROTATION_TOKENS])
+        statistics = over_context(statistics, rotations, length, context)
+    starts = held_out_starts(len(judged), length, context)
+    placed = [Sample(ids, start) for ids, start in zip(judged, starts, strict=True)]
+    search, exact = _search(model, placed, statistics, recipe, segments)
+    candidates = _candidates(search, recipe)
+    figures = {
+        name: _judge(model, placed, QuantizedCache(_codecs(choices), segments), exact, segments, name)
+        for name, choices in candidates.items()
+    }
+    best = min(candidates, key=lambda name: figures[name]["kl"])
+    metrics = {"model": figures[best], "candidates": {name: each["kl"] for name, each in figures.items()}}
+    return candidates[best], metrics | {str(index): choice.metrics() for index, choice in candidates[best].items()}
 
 
 def _search(
@@ -444,6 +476,12 @@ def _judge(
         "perplexity": math.exp(torch.cat(loss).mean()),
         "exact_perplexity": math.exp(torch.cat(exact_loss).mean()),
     }
+
+
+def _write(result: CalibrationResult, output_dir: Path, seconds: float) -> None:
+    """The artifact and its card."""
+    result.artifact.save(output_dir)
+    (output_dir / "README.md").write_text(_model_card(result, seconds), encoding="utf-8")
 
 
 def _model_card(result: CalibrationResult, seconds: float) -> str:

@@ -102,7 +102,8 @@ class _Candidates:
     def __init__(self, statistics: LayerStatistics, recipe: Recipe, device: torch.device) -> None:
         self.statistics, self.recipe = statistics, recipe
         keys = key_constants(recipe)
-        values = (recipe.value_constant,) if recipe.value_constant else VALUE_CONSTANTS[recipe.quantizer]
+        given = recipe.value_constant
+        values = VALUE_CONSTANTS[recipe.quantizer] if given is None else (given,)
         middle = keys[len(keys) // 2], values[len(values) // 2]
         compared = {
             "identity": layer_basis(statistics, data_free(recipe, "identity")).codec(*middle).to(device),
@@ -165,8 +166,7 @@ def _measure(
 ) -> tuple[Callable[[LayerCodec], float], Callable[[LayerCodec], float]]:
     """(key KL, value error) of a codec on one sample: query [Hq, T, d], key and value [H, T, d]."""
     length = key.shape[1]
-    first = segments.sink + segments.recent
-    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    position = segments.query_positions(length, QUERIES, key.device)
     query = query[:, position]
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]

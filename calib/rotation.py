@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a layer's statistics to its codec: bases U·H·P, the query-whitened key basis, bits by spectrum.
 
-Two ways to store keys (method.md section 2 and 3):
+Two ways to store keys (README, "How it works"):
 
 * ``allocation="uniform"``: an orthogonal rotation, two bits for every direction.
 * ``allocation="spectral"``: coordinates in which an error of one is a logit error of one and keys are uncorrelated;
@@ -11,6 +11,7 @@ Values always use a rotation: their spectrum is flat, and a dropped direction wo
 tokens does not remove.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -46,6 +47,11 @@ CHOICES: dict[str, tuple] = {
 """Legal values of the fields of `Recipe`."""
 
 
+def flag(name: str) -> str:
+    """The option of ``python -m calib`` that sets a field of `Recipe`."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Every choice that shapes a codec; the defaults are what measures best.
@@ -69,9 +75,12 @@ class Recipe:
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
         centre: calibrated means to subtract; keys only with ``zero="token"``.
-        key_constant: the quantizer's constant for keys; None: `quantizer_search.SPECTRAL_KAPPA` with spectral
-            allocation, else searched per layer on held-out text.
+        key_constant: the quantizer's constant for keys, above 0 (``"minmax"``: at most 1); None:
+            `quantizer_search.SPECTRAL_KAPPA` with spectral allocation, else searched per layer on held-out text.
         value_constant: likewise for values, always searched.
+
+    Raises:
+        OscarConfigError: a value is unknown or out of range, or two choices contradict each other.
 
     """
 
@@ -95,15 +104,29 @@ class Recipe:
         for name, legal in CHOICES.items():
             searched = name in ("max_bits", "spread") and getattr(self, name) is None
             if getattr(self, name) not in legal and not searched:
-                raise OscarConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {legal}")
+                choices = ", ".join(map(str, legal))
+                raise OscarConfigError(f"{flag(name)} {getattr(self, name)} is unknown; use one of {choices}")
         if not 0.0 < self.ridge < 1.0:
-            raise OscarConfigError(f"ridge={self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
+            raise OscarConfigError(f"--ridge {self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
+        for name in ("key_constant", "value_constant"):
+            constant, upper = getattr(self, name), 1.0 if self.quantizer == "minmax" else math.inf
+            if constant is not None and not (0.0 < constant <= upper and math.isfinite(constant)):
+                allowed = "above 0 and at most 1" if self.quantizer == "minmax" else "above 0"
+                raise OscarConfigError(
+                    f"{flag(name)} {constant} is out of range; with --quantizer {self.quantizer} use a value {allowed}"
+                )
         if self.allocation == "spectral" and self.zero != "page":
-            raise OscarConfigError("allocation='spectral' needs zero='page'; add --allocation uniform or --zero page")
+            raise OscarConfigError("--allocation spectral needs --zero page; add --allocation uniform or --zero page")
         if self.zero == "page" and self.quantizer != "gauss":
-            raise OscarConfigError(f"quantizer={self.quantizer!r} needs zero='token'; add --zero token")
+            raise OscarConfigError(
+                f"--quantizer {self.quantizer} (--preset reference sets it) needs --zero token; "
+                "add --zero token or --quantizer gauss"
+            )
         if self.zero == "page" and self.centre in ("keys", "both"):
-            raise OscarConfigError("centre='keys' has no effect with zero='page', which subtracts the page's own mean")
+            raise OscarConfigError(
+                f"--centre {self.centre} has no effect on keys with --zero page, which subtracts the page's own mean; "
+                "add --zero token or leave out the keys"
+            )
 
     def alternatives(self) -> list["Recipe"]:
         """The recipes to choose from: every open choice made in each way."""
@@ -195,10 +218,10 @@ def spread_groups(
     logits stay what they are; variances inside a rotated part become one.
 
     Args:
-        directions: [H, d, d]; inverse: [H, d, d]; variance: [H, d], see `whitened_basis`.
-        inverse: see directions.
-        variance: see directions.
-        bits: [H, d].
+        directions: [H, d, d] T of `whitened_basis`.
+        inverse: [H, d, d] inverse of directions.
+        variance: [H, d] of the coordinates.
+        bits: [H, d] of the coordinates.
 
     """
     directions, inverse, variance = directions.clone(), inverse.clone(), variance.clone()
@@ -221,13 +244,13 @@ class LayerBasis:
 
     Attributes:
         recipe: what it was made by.
-        value_rotation: [H, d, d] orthogonal; value_mean: [H, d] or None.
-        value_mean: see value_rotation.
+        value_rotation: [H, d, d] orthogonal.
+        value_mean: [H, d] that is subtracted first, or None.
         directions: [H, d, d] keys are stored as ``k @ directions``.
         inverse: [H, d, d] inverse of directions.
-        variance: [H, d] variances of the coordinates, bits: [H, d] their bits; None with uniform allocation.
-        bits: see variance.
-        key_mean: [H, d] or None.
+        variance: [H, d] variances of the coordinates; None with uniform allocation.
+        bits: [H, d] bits of the coordinates; None with uniform allocation.
+        key_mean: [H, d] that is subtracted first, or None.
 
     """
 

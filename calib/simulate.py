@@ -33,6 +33,21 @@ class Segments:
         token = torch.arange(length, device=positions.device)
         return (token >= self.sink) & (token <= positions[:, None] - self.recent)
 
+    def query_positions(self, length: int, count: int, device: torch.device | None = None) -> Tensor:
+        """Evenly spaced positions of queries that have a history.
+
+        Args:
+            length: tokens of the text.
+            count: positions wanted; fewer where the text has fewer.
+            device: where the result lies; default: the CPU.
+
+        Returns:
+            [n] int64, ascending.
+
+        """
+        first = self.sink + self.recent
+        return torch.linspace(first, length - 1, min(count, length - first), device=device).long()
+
 
 def _pages(rows: Tensor) -> Tensor:
     """[H, T, d] -> the complete pages [P, H, 128, d]."""

@@ -38,9 +38,11 @@ class LayerStatistics:
         query_moment: [H, d, d] sum of q^T q over a KV head's whole group.
         attending_moment: [H, d, d] sum of w q^T q over some of the queries, w = what the query's attention may lose by
             errors in history: sum over the history tokens t of p_t (1 - p_t), p the attention weights.
-        key_sum: [H, d]; key_moment: [H, d, d] sum of k^T k.
+        key_sum: [H, d] sum of k.
+        key_moment: [H, d, d] sum of k^T k.
         page_moment: [H, d, d] sum of (k - m)^T (k - m), m the mean key of the token's 128-token page.
-        value_sum: [H, d]; value_moment: [H, d, d].
+        value_sum: [H, d] sum of v.
+        value_moment: [H, d, d] sum of v^T v.
         output_moment: [H, d, d] sum of o^T o over the group, o the attention output: (S V)^T (S V).
         mean_field_moment: [H, d, d] sum of w_t v_t^T v_t, w_t = k_t M_Q k_t^T scaled to mean 1 in each sample
             (M_Q of that sample): the published stand-in for output_moment.
@@ -108,8 +110,10 @@ class LayerStatistics:
         """Add one sample.
 
         Args:
-            query: [Hq, T, d]; output: [Hq, T, d].
-            key: [H, T, d]; value: [H, T, d].
+            query: [Hq, T, d].
+            key: [H, T, d].
+            value: [H, T, d].
+            output: [Hq, T, d] of the attention.
             attending: [H, d, d] the sample's own part of attending_moment.
             sink: the first tokens to leave out.
 
@@ -147,14 +151,13 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: 
 
     Args:
         call: where the sample is from: factor and cap of the logits, learned sinks.
-        query: [Hq, T, d]; key: [H, T, d].
-        key: see query.
+        query: [Hq, T, d].
+        key: [H, T, d].
         segments: which tokens are history for a query.
 
     """
     heads, length, _ = key.shape
-    first = segments.sink + segments.recent
-    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    position = segments.query_positions(length, QUERIES, key.device)
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
     sinks, moments = call.grouped_sinks, []

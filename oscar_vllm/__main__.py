@@ -84,10 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             from transformers import AutoConfig
 
+            from calib.pretrained import from_pretrained
+
             artifact = import_rotationzoo(
                 options.keys,
                 options.values,
-                AutoConfig.from_pretrained(options.model),
+                from_pretrained(AutoConfig, options.model),
                 model=options.model,
                 key_clip=options.key_clip,
                 value_clip=options.value_clip,

@@ -35,7 +35,10 @@ def report(model: str | None = None, options: dict[str, Any] | None = None) -> I
         return
     kernels = None
     if model is not None:
+        from calib.pretrained import check_folder
+
         try:
+            check_folder(model)
             vllm_config = _engine_config(model, options or {})
         except Exception as error:  # whatever stops an engine belongs in the report
             yield "model", f"{model}: {type(error).__name__}: {_one_line(error)}", False

@@ -25,7 +25,6 @@ answers small tasks (fidelity_exact_match.py); both count right answers, paired 
 
 import argparse
 import csv
-import json
 import math
 import platform
 import re
@@ -34,7 +33,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from html.parser import HTMLParser
@@ -56,11 +55,15 @@ import fidelity_layers
 import fidelity_retrieval
 from fidelity_baselines import BASELINES, bits_per_element
 from fidelity_retrieval import integers
+from quickstart import json_object
 
 from benchmarks.results import commit
 from calib.capture import AttentionCall, intercept_attention
+from calib.data import read_utf8
+from calib.pretrained import from_pretrained
 from calib.simulate import Segments, Store, page_store, segmented_attention
 from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError, OscarUnsupportedError
 from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout, page_head_size
 
@@ -151,7 +154,9 @@ def _pages(
     return Configuration(layout.page_bytes * 8 / (2 * PAGE_TOKENS * head_size), store, engine)
 
 
-def configurations(names: list[str], artifacts: dict[str, Path], config: Any, segments: Segments) -> dict[str, Any]:
+def configurations(
+    names: list[str], artifacts: dict[str, Path], config: Any, segments: Segments
+) -> dict[str, Configuration]:
     """Name -> `Configuration`, in the order asked for; ``artifacts``: name -> folder.
 
     Raises:
@@ -222,7 +227,7 @@ class _HtmlText(HTMLParser):
 
 def _html_text(page: Path) -> str:
     parser = _HtmlText()
-    parser.feed(page.read_text(encoding="utf-8"))
+    parser.feed(read_utf8(page))
     return re.sub(r"\n\s*\n+", "\n\n", "".join(parser.parts)).strip()
 
 
@@ -233,7 +238,15 @@ def module_source(library: Path, module: str) -> str:
 
 
 def read_text(name: str) -> str:
-    """The evaluation text of that name: see the module."""
+    """An evaluation text.
+
+    Args:
+        name: ``manual``, ``code``, a UTF-8 file or a folder of HTML pages.
+
+    Raises:
+        OscarConfigError: the file cannot be read or is not UTF-8.
+
+    """
     if name == "manual":
         from pydoc_data.topics import topics
 
@@ -244,7 +257,7 @@ def read_text(name: str) -> str:
     path = Path(name)
     if path.is_dir():
         return "\n\n".join(_html_text(page) for page in sorted(path.glob("*.html")))
-    return path.read_text(encoding="utf-8")
+    return read_utf8(path)
 
 
 def evaluation_windows(text: str, tokenizer: Any, count: int, length: int) -> list[Tensor]:
@@ -264,11 +277,10 @@ class Score:
     """Sums over positions, window by window.
 
     Attributes:
-        kl: KL divergence from the exact model, nats; top1: 1 where the most likely token is the same; loss: negative
-            log-probability of the text's next token; change: loss minus the exact model's. [n] per window.
-        top1: see kl.
-        loss: see kl.
-        change: see kl.
+        kl: [n] per window, KL divergence from the exact model, nats.
+        top1: [n] per window, 1 where the most likely token is the same.
+        loss: [n] per window, negative log-probability of the text's next token.
+        change: [n] per window, loss minus the exact model's.
         seconds: time spent.
 
     """
@@ -398,19 +410,34 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 # ------------------------------------------------------------------------------------------------ files
 
 
+def check_csv(path: Path, columns: tuple[str, ...] = FIELDS) -> bool:
+    """Whether a file that rows are to be added to is new; its folder is made.
+
+    Raises:
+        OscarConfigError: the file has other columns, or it cannot be written.
+
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or not path.stat().st_size:
+            return True
+        with open(path, "r+", newline="", encoding="utf-8", errors="replace") as file:
+            found = next(csv.reader(file))
+    except OSError as error:
+        raise OscarConfigError(f"--csv {path} cannot be written: {error.strerror}; choose another file") from None
+    if found != list(columns):
+        raise OscarConfigError(f"--csv {path} has other columns; choose another file")
+    return False
+
+
 def append_csv(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = FIELDS) -> None:
     """Add rows, with a header if the file is new. Rows are never replaced.
 
     Raises:
-        SystemExit: the file has other columns.
+        OscarConfigError: see `check_csv`.
 
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    if not new:
-        with open(path, newline="", encoding="utf-8") as file:
-            if next(csv.reader(file)) != list(columns):
-                raise SystemExit(f"{path} has other columns; choose another file")
+    new = check_csv(path, columns)
     with open(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         if new:
@@ -447,14 +474,58 @@ def _words(script: str, arguments: list[str]) -> Iterator[str]:
         previous = word
 
 
+# ------------------------------------------------------------------------------------------------ command line
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What is refused inside ends the program with one line.
+
+    Raises:
+        SystemExit: a model, an artifact, a text or an option cannot be used.
+
+    """
+    try:
+        yield
+    except (OscarArtifactError, OscarConfigError, OscarUnsupportedError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def positive(text: str) -> int:
+    """Of an option that counts something.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no integer from 1 on.
+
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def load_model(model: str, dtype: str, device: str) -> PreTrainedModel:
+    """A transformers model on a device.
+
+    Raises:
+        OscarConfigError: it cannot be loaded, or the device does not exist.
+
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise OscarConfigError(f"--device {device} cannot be used ({reason}); use one such as cpu or cuda") from error
+    return from_pretrained(AutoModelForCausalLM, model, dtype=dtype).to(device).eval()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or folder of a transformers model")
     parser.add_argument("--configurations", default="bf16,float,naive,hadamard", help="built-in ones (%(default)s)")
     parser.add_argument("--artifact", action="append", default=[], metavar="NAME=DIR", help="calibrated; repeatable")
     parser.add_argument("--text", default="manual", help="manual, code, a file or a folder of HTML pages (%(default)s)")
-    parser.add_argument("--windows", type=int, default=4, help="windows (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=1500, help="tokens per window (%(default)s)")
+    parser.add_argument("--windows", type=positive, default=4, help="windows (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=1500, help="tokens per window (%(default)s)")
     parser.add_argument(
         "--start", type=int, default=0, help="position of a window's first token, in transformers (%(default)s)"
     )
@@ -462,7 +533,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recent", type=int, default=256, help="BF16 tokens at the end (%(default)s)")
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"), help="(%(default)s)")
     parser.add_argument(
-        "--engine-options", type=json.loads, default={}, help="with --engine vllm: arguments of vllm.LLM, as JSON"
+        "--engine-options", type=json_object, default={}, help="with --engine vllm: arguments of vllm.LLM, as JSON"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
@@ -473,25 +544,75 @@ def _parser() -> argparse.ArgumentParser:
         "files beside it whose names end in _layers, _retrieval and _answers",
     )
     parser.add_argument("--layers", action="store_true", help="also each layer's attention KL and output error")
-    parser.add_argument("--trials", type=int, default=4, help="prompts per seed, length and text (%(default)s)")
+    parser.add_argument("--trials", type=positive, default=4, help="prompts per seed, length and text (%(default)s)")
     parser.add_argument("--seeds", type=integers, default=[0], help="of prompts, commas between (0)")
-    parser.add_argument("--batch", type=int, default=1, help="prompts read at a time (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=1, help="prompts read at a time (%(default)s)")
     fidelity_retrieval.add_arguments(parser)
     fidelity_exact_match.add_arguments(parser)
     return parser
 
 
+def _check_options(options: argparse.Namespace, segments: Segments) -> None:
+    """Refuse what would give an error or nonsense after minutes.
+
+    Raises:
+        OscarConfigError: a value cannot be used, or two options contradict each other.
+
+    """
+    if segments.sink < 0:
+        raise OscarConfigError(f"--sink {segments.sink} is out of range; use 0 or more")
+    if segments.recent < PAGE_TOKENS:
+        raise OscarConfigError(f"--recent {segments.recent} is out of range; use {PAGE_TOKENS} or more")
+    if options.start < 0:
+        raise OscarConfigError(f"--start {options.start} is out of range; use 0 or more")
+    if not options.retrieval and "," in options.text and not Path(options.text).exists():
+        raise OscarConfigError(f"--text {options.text}: several texts need --retrieval; give one")
+    if options.engine == "vllm":
+        for name in ("start", "layers", "exact_match"):
+            if getattr(options, name):
+                raise OscarConfigError(f"--{name.replace('_', '-')} needs --engine transformers")
+    first = first_position(segments)
+    fewest = first + 1 + 2 * BLOCK
+    if not options.retrieval and options.tokens < fewest:
+        raise OscarConfigError(
+            f"--tokens {options.tokens} is too few: the first {first} tokens are not compared, and a standard error "
+            f"needs two blocks of {BLOCK}; use at least {fewest}"
+        )
+    if options.retrieval:
+        fidelity_retrieval.check_options(options)
+    for path, columns in _files(options).items():
+        check_csv(path, columns)
+
+
+def _files(options: argparse.Namespace) -> dict[Path, tuple[str, ...]]:
+    """The CSV files of a run, and their columns."""
+    if options.csv is None:
+        return {}
+    if options.retrieval:
+        suffixes = {"_retrieval": fidelity_retrieval.FIELDS, "_answers": fidelity_answers.FIELDS}
+    elif options.exact_match:
+        suffixes = {"_answers": fidelity_answers.FIELDS}
+    else:
+        suffixes = {"": FIELDS} | ({"_layers": fidelity_layers.FIELDS} if options.layers else {})
+    return {options.csv.with_name(options.csv.stem + suffix + options.csv.suffix): columns
+            for suffix, columns in suffixes.items()}  # fmt: skip
+
+
+@refusals()
 def main() -> None:
     """Evaluate, print one table, append to the CSV file."""
     options = _parser().parse_args()
     segments = Segments(options.sink, options.recent)
+    _check_options(options, segments)
     artifacts = {}
     for item in options.artifact:
         name, _, folder = item.partition("=")
         artifacts[name] = Path(folder or name)
-    config = AutoConfig.from_pretrained(options.model)
+    config = from_pretrained(AutoConfig, options.model)
     chosen = configurations([x for x in options.configurations.split(",") if x], artifacts, config, segments)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    if not chosen:
+        raise OscarConfigError("no cache is to be evaluated; give --configurations or --artifact NAME=DIR")
+    tokenizer = from_pretrained(AutoTokenizer, options.model)
     shared = {
         "model": Path(options.model).name,
         "text": Path(options.text).name,
@@ -503,16 +624,13 @@ def main() -> None:
         **provenance("eval_fidelity.py", options.dtype),
     }
     ids = {name: f" ({Artifact.load(folder).artifact_id})" for name, folder in artifacts.items()}
+    load = partial(load_model, options.model, options.dtype, options.device)
 
-    def record(rows: list[dict[str, Any]], suffix: str, columns: tuple[str, ...]) -> None:
-        if options.csv is not None:
-            path = options.csv.with_name(options.csv.stem + suffix + options.csv.suffix)
+    def record(*kinds: list[dict[str, Any]]) -> None:
+        for (path, columns), rows in zip(_files(options).items(), kinds, strict=False):  # no files without --csv
             complete = [shared | row | {"configuration": row["configuration"] + ids.get(row["configuration"], "")}
                         for row in rows]  # fmt: skip
             append_csv(path, [{name: row[name] for name in columns} for row in complete], columns)
-
-    def load_model() -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
 
     if options.retrieval:
         texts = {Path(name).name: read_text(name) for name in options.text.split(",")}
@@ -520,37 +638,36 @@ def main() -> None:
             by_depth, answers = fidelity_retrieval.evaluate_engine(tokenizer, texts, chosen, segments, options)
         else:
             with torch.inference_mode():
-                evaluated = fidelity_retrieval.evaluate(load_model(), tokenizer, texts, chosen, segments, options)
+                evaluated = fidelity_retrieval.evaluate(load(), tokenizer, texts, chosen, segments, options)
             by_depth, answers = evaluated
         print(fidelity_retrieval.table(by_depth))
         print(fidelity_answers.table(answers))
-        record(by_depth, "_retrieval", fidelity_retrieval.FIELDS)
-        record(answers, "_answers", fidelity_answers.FIELDS)
+        record(by_depth, answers)
         return
     windows = evaluation_windows(read_text(options.text), tokenizer, options.windows, options.tokens)
     if options.exact_match:
         with torch.inference_mode():
-            answers = fidelity_exact_match.evaluate(load_model(), tokenizer, windows, chosen, segments, options)
+            answers = fidelity_exact_match.evaluate(load(), tokenizer, windows, chosen, segments, options)
         print(fidelity_answers.table(answers))
-        record(answers, "_answers", fidelity_answers.FIELDS)
+        record(answers)
         return
     layers = None
     if options.engine == "vllm":
-        if options.start:
-            raise SystemExit("--start needs --engine transformers; a prompt of vLLM starts at position 0")
         scores = evaluate_engine(options.model, windows, chosen, segments, options.dtype, options.engine_options)
     else:
-        model = load_model()
+        model = load()
         with torch.inference_mode():
             scores = evaluate(model, windows, chosen, segments, options.start)
             if options.layers:
                 layers = fidelity_layers.measure(model, windows, chosen, segments)
     rows = {name: {"bits": chosen[name].bits} | score.row() for name, score in scores.items()}
     print(table(rows))
-    record([{"configuration": name} | row for name, row in rows.items()], "", FIELDS)
-    if layers is not None:
+    scored = [{"configuration": name} | row for name, row in rows.items()]
+    if layers is None:
+        record(scored)
+    else:
         print(fidelity_layers.summary(layers, {name: row["kl"] for name, row in rows.items()}))
-        record(fidelity_layers.rows(layers), "_layers", fidelity_layers.FIELDS)
+        record(scored, fidelity_layers.rows(layers))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,20 +38,27 @@ from eval_fidelity import (
     BLOCK,
     Score,
     append_csv,
+    check_csv,
     evaluation_windows,
     first_position,
+    load_model,
     log_probabilities,
     module_source,
+    positive,
     provenance,
+    refusals,
 )
 from fidelity_layers import attention_kl
 
 from calib.capture import AttentionCall, attention_weights, intercept_attention
 from calib.data import load_documents, token_windows
+from calib.pretrained import from_pretrained
 from calib.quantizer_search import KEY_CONSTANTS
+from calib.quantizer_search import QUERIES as SEARCHED_QUERIES
 from calib.rotation import Recipe, layer_basis, rotation
 from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys
 from calib.statistics import QUERIES, LayerStatistics, Statistics
+from oscar_vllm.errors import OscarConfigError
 from triton_ops.codec import LayerCodec
 
 FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
@@ -80,8 +87,8 @@ def output_metric(call: AttentionCall) -> Tensor:
 def moment_by_output(call: AttentionCall, segments: Segments) -> Tensor:
     """`LayerStatistics.attending_moment` of one sample with the weight of ``queries by output``, [H, d, d] float64."""
     query, key, value = call.query[0], call.key[0], call.value[0].double()
-    length, first = key.shape[1], segments.sink + segments.recent
-    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    length = key.shape[1]
+    position = segments.query_positions(length, QUERIES, key.device)
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
     query = query[:, position]
@@ -108,8 +115,8 @@ class KappaSearch:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         query, key = call.query[0], call.key[0]
-        length, first = key.shape[1], self.segments.sink + self.segments.recent
-        position = torch.linspace(first, length - 1, min(128, length - first), device=key.device).long()
+        length = key.shape[1]
+        position = self.segments.query_positions(length, SEARCHED_QUERIES, key.device)
         history = self.segments.history(position, length)
         future = torch.arange(length, device=key.device) > position[:, None]
         exact = grouped_logits(query[:, position], key, call).masked_fill(future, -torch.inf)
@@ -190,31 +197,42 @@ def changes(model: Any, samples: list[Tensor], held_out: list[Tensor], segments:
 
 
 def paired_ratio(actual: list[Tensor], base: list[Tensor]) -> tuple[float, float]:
-    """(mean of actual over mean of base, its standard error) from per-position values of the same windows."""
+    """(mean of actual over mean of base, its standard error) from per-position values of the same windows.
+
+    The means are over all positions, the standard error over the whole blocks.
+    """
     a, b = (torch.cat([x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK).mean(1) for x in values]).double()
             for values in (actual, base))  # fmt: skip
-    ratio = a.mean() / b.mean()
-    return float(ratio), float((a - ratio * b).std() / math.sqrt(len(a)) / b.mean())
+    mean = torch.cat(base).double().mean()
+    ratio = torch.cat(actual).double().mean() / mean
+    return float(ratio), float((a - ratio * b).std() / math.sqrt(len(a)) / mean)
 
 
+@refusals()
 def main() -> None:
     """Fit, read, print one table, append to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or folder of a transformers model")
-    parser.add_argument("--windows", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--tokens", type=int, default=1024, help="per window (%(default)s)")
-    parser.add_argument("--calibration-windows", type=int, default=5, help="(%(default)s)")
-    parser.add_argument("--calibration-tokens", type=int, default=1280, help="per window (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=2, help="further windows, for kappa (%(default)s)")
+    parser.add_argument("--windows", type=positive, default=4, help="(%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=1024, help="per window (%(default)s)")
+    parser.add_argument("--calibration-windows", type=positive, default=5, help="(%(default)s)")
+    parser.add_argument("--calibration-tokens", type=positive, default=1280, help="per window (%(default)s)")
+    parser.add_argument("--held-out", type=positive, default=2, help="further windows, for kappa (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of calibration (%(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--csv", type=Path, help="append rows to this file")
     options = parser.parse_args()
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
     segments = Segments()
+    fewest = first_position(segments) + 1 + 2 * BLOCK
+    for flag, tokens in (("tokens", options.tokens), ("calibration-tokens", options.calibration_tokens)):
+        if tokens < fewest:
+            raise OscarConfigError(f"--{flag} {tokens} leaves too little history; use at least {fewest}")
+    if options.csv is not None:
+        check_csv(options.csv, FIELDS)
+
+    tokenizer = from_pretrained(AutoTokenizer, options.model)
+    model = load_model(options.model, options.dtype, options.device)
     fit = token_windows(
         load_documents(None), tokenizer, count=options.calibration_windows + options.held_out,
         length=options.calibration_tokens, seed=options.seed,

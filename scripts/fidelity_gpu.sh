@@ -14,6 +14,10 @@
 # WINDOWS (24), TOKENS (2048), CALIB (further arguments of `python -m calib`), PARTS (kl retrieval exact-match ablation)
 # and PYTHON.
 set -euo pipefail
+if [[ $# -ne 2 ]]; then
+    echo "usage: bash scripts/fidelity_gpu.sh MODEL OUT_DIR" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 model=$1 out=$2
 python=${PYTHON:-python3} windows=${WINDOWS:-24} tokens=${TOKENS:-2048} dtype=${DTYPE:-float32} device=${DEVICE:-cuda}

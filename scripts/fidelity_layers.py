@@ -42,8 +42,8 @@ def attention_kl(exact: Tensor, actual: Tensor, sinks: Tensor | None) -> Tensor:
 def layer_errors(call: AttentionCall, store: Any, segments: Segments) -> tuple[float, float]:
     """(attention KL, output error) of one store on one call with a batch of one."""
     key, value = call.key[0], call.value[0].float()
-    length, first = key.shape[1], segments.sink + segments.recent
-    position = torch.linspace(first, length - 1, min(QUERIES, length - first), device=key.device).long()
+    length = key.shape[1]
+    position = segments.query_positions(length, QUERIES, key.device)
     query, history = call.query[0][:, position], segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
     stored_key, stored_value = store(key, value)

@@ -3,9 +3,11 @@
 
     python scripts/fidelity_plots.py      # needs matplotlib
 
-The newest row of every model, text and configuration is drawn.
+Drawn are rows with the default BF16 segments whose windows start a context. Layers and calibration sizes: the newest
+row of every model, text and configuration. Caches: the newest run of a model that compares the default with others.
 """
 
+import argparse
 import csv
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,16 +22,34 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SIZE = (9, 3.6)
 MODELS = ("smollm2", "gemma270m", "qwen0.5b", "qwen1.5b")
 """Models measured with the present default."""
+CACHES = ("reference", "kivi2", "turboquant3", "uncalibrated", "default", "int4_hadamard")
+SEGMENTS = ("64", "256")
+"""BF16 tokens of the rows that are drawn: sink and recent."""
+
+
+def measured(path: Path) -> list[dict[str, str]]:
+    """The rows that can be compared, in order; artifact ids are left out of the configurations' names."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["configuration"] = row["configuration"].split(" (")[0]
+    moved = {row["command"] for row in rows if any(word.split("=")[0] == "--start" for word in row["command"].split())}
+    return [row for row in rows if (row["sink"], row["recent"]) == SEGMENTS and row["command"] not in moved]
 
 
 def newest(path: Path, *keys: str) -> list[dict[str, str]]:
-    """The last row of each combination of ``keys``, in order of first appearance; artifact ids are left out."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    with open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            row["configuration"] = row["configuration"].split(" (")[0]
-            rows[tuple(row[key] for key in keys)] = row
-    return list(rows.values())
+    """The last of the `measured` rows of each combination of ``keys``, in order of first appearance."""
+    return list({tuple(row[key] for key in keys): row for row in measured(path)}.values())
+
+
+def comparison(path: Path, text: str, configurations: tuple[str, ...]) -> dict[str, dict[str, dict[str, str]]]:
+    """Model -> configuration -> row, all of one run: the newest with ``"default"`` and another configuration."""
+    runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in measured(path):
+        if (row["text"], row["engine"]) == (text, "transformers") and row["configuration"] in configurations:
+            run = runs.setdefault((row["model"], row["commit"], row["command"]), {})
+            run[row["configuration"]] = row
+    return {model: run for (model, *_), run in runs.items() if "default" in run and len(run) > 1}
 
 
 def distinct(values: Iterable) -> list:
@@ -45,19 +65,15 @@ def save(figure: plt.Figure, name: str) -> None:
     plt.close(figure)
 
 
-def plot_kl(text: str = "manual", configurations: tuple[str, ...] = (
-    "reference", "kivi2", "turboquant3", "uncalibrated", "default", "int4_hadamard",
-)) -> None:  # fmt: skip
-    """KL by model and configuration."""
-    rows = [row for row in newest(RESULTS / "fidelity.csv", "model", "text", "configuration", "engine")
-            if row["text"] == text and row["engine"] == "transformers"]  # fmt: skip
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
-    rows = [row for row in rows if row["model"] in models]
+def plot_kl(text: str = "manual") -> None:
+    """KL by model and cache."""
+    runs = comparison(RESULTS / "fidelity.csv", text, CACHES)
+    models = [model for model in MODELS if model in runs]
     figure, axis = plt.subplots(figsize=SIZE)
-    width = 0.8 / len(configurations)
-    for i, name in enumerate(configurations):
-        found = [(models.index(row["model"]), row) for row in rows if row["configuration"] == name]
-        places = [place + (i - len(configurations) / 2 + 0.5) * width for place, _ in found]
+    width = 0.8 / len(CACHES)
+    for i, name in enumerate(CACHES):
+        found = [(place, runs[model][name]) for place, model in enumerate(models) if name in runs[model]]
+        places = [place + (i - len(CACHES) / 2 + 0.5) * width for place, _ in found]
         axis.bar(places, [float(row["kl"]) for _, row in found], width, label=name,
                  yerr=[float(row["kl_stderr"]) for _, row in found])  # fmt: skip
     axis.axhline(0.02, color="black", linewidth=0.8, linestyle=":")
@@ -104,7 +120,14 @@ def plot_calibration_size() -> None:
     save(figure, "fidelity_calibration_size")
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Draw all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     plot_kl()
     plot_layers()
     plot_calibration_size()
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.simulate import Segments
+from oscar_vllm.errors import OscarConfigError
 
 FIELDS = ("model", "configuration", "text", "length", "depth", "needles", "seed", "sink", "recent", "trials", "found",
           "bits", "commit", "versions", "command")  # fmt: skip
@@ -72,6 +73,23 @@ def integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse lengths and depths that no prompt can be made of.
+
+    Raises:
+        OscarConfigError: a length or depth is out of range, or there are more depths than names.
+
+    """
+    if len(options.depths) > len(NAMES):
+        raise OscarConfigError(f"--depths has {len(options.depths)} values; use at most {len(NAMES)}")
+    for depth in options.depths:
+        if not 0 <= depth <= 100:
+            raise OscarConfigError(f"--depths {depth} is out of range; use percents from 0 to 100")
+    for length in options.lengths:
+        if length < 1:
+            raise OscarConfigError(f"--lengths {length} is out of range; use tokens of a prompt, such as 4096")
+
+
 def prompt(
     tokenizer: Any, text: list[int], *, length: int, depths: list[int], generator: random.Random
 ) -> tuple[Tensor, list[Needle]]:
@@ -83,6 +101,9 @@ def prompt(
         length: tokens, questions and answers included.
         depths: percent of the filler before each sentence, at most as many as `NAMES`, ascending.
         generator: source of everything random.
+
+    Raises:
+        SystemExit: sentences and questions leave no room for the filler.
 
     """
 
@@ -98,6 +119,8 @@ def prompt(
     introduction, stop = tokens(INTRODUCTION), tokens(".")
     asked = sum(len(question) + len(answer) + len(stop) for question, answer in questions) + len(introduction)
     room = length - asked - sum(len(fact) for fact in facts)
+    if room < 1:
+        raise SystemExit(f"{length} tokens are too few for {len(depths)} sentences and questions; raise --lengths")
     start = generator.randrange(len(text) - room + 1)
     ids: list[int] = []
     sentences = []

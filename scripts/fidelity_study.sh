@@ -8,6 +8,10 @@
 # (calibrated on prose, read on code, and the reverse), retrieval. WINDOWS, TOKENS, LENGTHS, TRIALS, CALIB (further
 # arguments of `python -m calib`) and PYTHON can be set in the environment. Artifacts in WORK_FOLDER are used again.
 set -euo pipefail
+if [[ $# -lt 2 ]]; then
+    echo "usage: bash scripts/fidelity_study.sh MODEL WORK_FOLDER [PART…]" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 model=$1 work=$2
 shift 2

@@ -130,7 +130,8 @@ def calibrate(model: Path, artifact: Path, arguments: list[str]) -> None:
         return
     command = [sys.executable, "-m", "calib", "--model", str(model), "--output-dir", str(artifact), *arguments]
     print("$", " ".join(command), flush=True)
-    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if subprocess.run(command, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode:
+        raise SystemExit("calibration failed, see above; --calib-args are its arguments")
 
 
 def long_prompt(model: Path, tokens: int) -> list[int]:
@@ -151,6 +152,22 @@ def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.array([np.sum(np.exp(p) * (p - q)) for p, q in ((reference[i], other[i]) for i in rows)], np.float64)
 
 
+def json_object(text: str) -> dict:
+    """Of an option that holds a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object; use one such as \'{{"dtype": "float16"}}\'')
+    return value
+
+
 def on_gpu() -> bool:
     import torch
 
@@ -166,12 +183,21 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens to generate (64)")
     parser.add_argument("--max-model-len", type=int, default=8192, help="what capacity is computed for (8192)")
     parser.add_argument("--calib-args", default="", help="further arguments of `python -m calib`, in one string")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--engine-options", type=json_object, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--engine-job", nargs=2, type=Path, metavar=("JOB", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine_job:
         run_engine(json.loads(options.engine_job[0].read_text()), options.engine_job[1])
         return
+    # Scoring reads the prompt with its continuation, and samples one token behind them.
+    if min(options.prompt_tokens, options.new_tokens) < 1 or (
+        options.prompt_tokens + options.new_tokens + 1 > options.max_model_len
+    ):
+        parser.error(
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens} do not fit into "
+            f"--max-model-len {options.max_model_len}; use at least 1 of each, and together at most "
+            f"{options.max_model_len - 1}"
+        )
 
     started = time.perf_counter()
     model = fetch_model(options.model)

@@ -1311,7 +1311,10 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options with the defaults that depend on others."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.model is not None and not (options.model / "config.json").is_file():
+        top.error(f"--model {options.model}: there is no such folder with a config.json; give the folder of a model")
     if options.compare_dtype is None and options.tolerance is None and options.cache_dtype.startswith("oscar"):
         options.compare_dtype = "auto"
     if options.compare_dtype == "none" or options.base_url:

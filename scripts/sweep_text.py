@@ -34,7 +34,6 @@ Symptoms of a continuation, each a fixed rule on its tokens or characters:
 import argparse
 import html.entities
 import http
-import json
 import mimetypes
 import sys
 import unicodedata
@@ -42,7 +41,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,12 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fidelity_engine
-from eval_fidelity import append_csv, provenance, read_text
+from eval_fidelity import append_csv, check_csv, positive, provenance, read_text, refusals
+from quickstart import json_object
+
+from calib.pretrained import from_pretrained
+from oscar_vllm.artifact import Artifact
+from oscar_vllm.errors import OscarConfigError
 
 LOOP_TOKENS, LOOP_REPEATS = 40, 4
 RUN, DISTINCT = 8, 0.4
@@ -254,32 +258,140 @@ def agreeing(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def main() -> int:
-    """Run the sweep; 1 if ``oscar_int2`` shows a symptom that is not the model's own."""
+@dataclass(frozen=True)
+class Sweep:
+    """The prompts, and what the unquantized engine makes of them.
+
+    Attributes:
+        tokenizer: the model's.
+        cases: text, number and token ids of each prompt.
+        exact: the unquantized engine's continuations, and what it finds of all others.
+        dtype: of the model.
+        new_tokens: of a continuation.
+        shared: columns of every row.
+
+    """
+
+    tokenizer: Any
+    cases: list[tuple[str, int, list[int]]]
+    exact: fidelity_engine.Continuations
+    dtype: str
+    new_tokens: int
+    shared: dict[str, Any]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The prompts as text."""
+        return [self.tokenizer.decode(prompt) for *_, prompt in self.cases]
+
+    @cached_property
+    def of_exact(self) -> list[Symptoms]:
+        """The symptoms of the unquantized engine's own continuations."""
+        return [self.examine(at, tokens, self.exact.nats[0][at]) for at, tokens in enumerate(self.exact.tokens)]
+
+    def examine(self, at: int, tokens: list[int], nats: float) -> Symptoms:
+        """The symptoms of a continuation of prompt ``at``."""
+        return symptoms(self.texts[at], readable(self.tokenizer, tokens), tokens, nats, self.exact.prompt_nats[at])
+
+    def row(self, at: int, cache: str, dtype: str, tokens: list[int], seen: Symptoms) -> dict[str, Any]:
+        """A continuation by the names of `FIELDS`, as one that has no branch."""
+        text, number, prompt = self.cases[at]
+        return self.shared | {
+            "text": text, "prompt": number, "tokens": len(prompt), "new_tokens": len(tokens),
+            "cache": cache, "dtype": dtype, "symptoms": " ".join(sorted(seen.names)), "period": seen.period,
+            "distinct": seen.distinct, "replacements": seen.replacements, "foreign": seen.foreign,
+            "incompressible": seen.incompressible, "nats": seen.nats, "prompt_nats": self.exact.prompt_nats[at],
+            "equal_tokens": len(tokens), "branch": "",
+        }  # fmt: skip
+
+
+def compare(
+    sweep: Sweep,
+    cache: str,
+    continuations: list[list[int]],
+    nats: list[float],
+    dtype: str,
+    continued: Callable[[list[list[int]], int], fidelity_engine.Continuations],
+) -> tuple[list[dict[str, Any]], bool]:
+    """(a row per prompt, whether it shows symptoms that are not the model's own); these are printed with all texts.
+
+    Args:
+        sweep: the prompts and the unquantized engine's continuations.
+        cache: name of the other engine.
+        continuations: its own.
+        nats: their mean negative log-probability under the unquantized model.
+        dtype: of the other engine.
+        continued: the unquantized engine's continuations of prompts, of some tokens: the branches.
+
+    """
+    cases, exact = sweep.cases, sweep.exact
+    seen = [sweep.examine(at, tokens, nats[at]) for at, tokens in enumerate(continuations)]
+    pairs = list(enumerate(zip(seen, sweep.of_exact, strict=True)))
+    only_other = {at: x.names - y.names for at, (x, y) in pairs if x.names - y.names}
+    only_exact = {at: y.names - x.names for at, (x, y) in pairs if y.names - x.names}
+    equal = [agreeing(*pair) for pair in zip(exact.tokens, continuations, strict=True)]
+    branches: dict[int, list[int]] = {}
+    if only_other:
+        heads = {at: continuations[at][: equal[at] + 1] for at in only_other}
+        tails = continued([cases[at][2] + head for at, head in heads.items()], sweep.new_tokens).tokens
+        branches = {at: (head + tail)[: sweep.new_tokens] for (at, head), tail in
+                    zip(heads.items(), tails, strict=True)}  # fmt: skip
+    # The branch's likelihood was not computed and excuses nothing.
+    of_branch = {at: sweep.examine(at, tokens, 0.0).names - {"unlikely"} for at, tokens in branches.items()}
+    left = {at: names - of_branch[at] for at, names in only_other.items() if names - of_branch[at]}
+    rows = []
+    for at, tokens in enumerate(continuations):
+        branch = {"equal_tokens": equal[at], "branch": " ".join(sorted(of_branch.get(at, ())))}
+        rows.append(sweep.row(at, cache, dtype, tokens, seen[at]) | branch)
+    for at, names in left.items():
+        print(f"--- {cases[at][0]} {cases[at][1]}: {', '.join(sorted(names))}\n… {sweep.texts[at][-200:]}")
+        for name, tokens in (("auto", exact.tokens[at]), (cache, continuations[at]),
+                             ("auto, from the branch", branches[at])):  # fmt: skip
+            print(f"--- {name}\n{readable(sweep.tokenizer, tokens)}")
+    for label, found in (("only auto shows", only_exact), (f"only {cache} shows", only_other),
+                         (f"only {cache} shows and auto does not from the branch", left)):  # fmt: skip
+        listed = "; ".join(f"{cases[at][0]} {cases[at][1]}: {', '.join(sorted(x))}" for at, x in found.items())
+        print(f"symptoms that {label}: {len(found)} of {len(cases)} prompts. {listed}".rstrip())
+    return rows, bool(left)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or folder")
     parser.add_argument("--artifact", help="folder of the artifact (default: what the plugin finds for the model)")
     parser.add_argument("--texts", default=",".join([*TEXTS, "chat"]), help="(%(default)s)")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a further text; repeatable")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts per text (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=1200, help="tokens of a prompt; of a chat at most (%(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of a continuation (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help="arguments of vllm.LLM, as JSON")
+    parser.add_argument("--prompts", type=positive, default=4, help="prompts per text (%(default)s)")
     parser.add_argument(
-        "--control", type=json.loads, metavar="OPTIONS", help="options of another unquantized engine, as JSON"
+        "--tokens", type=positive, default=1200, help="tokens of a prompt; of a chat at most (%(default)s)"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of a continuation (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(%(default)s)")
+    parser.add_argument("--engine-options", type=json_object, default={}, help="arguments of vllm.LLM, as JSON")
+    parser.add_argument(
+        "--control", type=json_object, metavar="OPTIONS", help="options of another unquantized engine, as JSON"
     )
     parser.add_argument("--csv", type=Path, help="append a row per prompt and cache to this file")
-    options = parser.parse_args()
+    return parser
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+def prompts_of(tokenizer: Any, options: argparse.Namespace) -> list[tuple[str, int, list[int]]]:
+    """Text, number and token ids of every prompt that is asked for.
+
+    Raises:
+        OscarConfigError: a text is unknown or cannot be read, or there is none.
+        SystemExit: a text is too short.
+
+    """
     sources = {name: TEXTS.get(name) for name in options.texts.split(",") if name}
     unknown = [name for name, source in sources.items() if source is None and name != "chat"]
     if unknown:
-        raise SystemExit(f"text {unknown[0]!r} is unknown; use {', '.join([*TEXTS, 'chat'])} or --text NAME=FILE")
+        raise OscarConfigError(f"text {unknown[0]!r} is unknown; use {', '.join([*TEXTS, 'chat'])} or --text NAME=FILE")
     for item in options.text:
         name, _, file = item.rpartition("=")
         sources[name or Path(file).stem] = partial(read_text, file)
+    if not sources:
+        raise OscarConfigError("--texts names no text; give one, or --text NAME=FILE")
     cases: list[tuple[str, int, list[int]]] = []
     for name, source in sources.items():
         if source is None:
@@ -287,63 +399,38 @@ def main() -> int:
         else:
             prompts = stretches(tokenizer, source(), options.prompts, options.tokens)
         cases += [(name, i, prompt) for i, prompt in enumerate(prompts)]
+    return cases
 
-    run = partial(fidelity_engine.continued, options.model, dtype=options.dtype)
+
+@refusals()
+def main() -> int:
+    """Run the sweep; 1 if ``oscar_int2`` shows a symptom that is not the model's own."""
+    options = _parser().parse_args()
+    if options.csv is not None:
+        check_csv(options.csv, FIELDS)
+    oscar = {}
+    if options.artifact:
+        Artifact.load(options.artifact)  # an engine would refuse it after minutes
+        oscar = {"artifact": str(Path(options.artifact).resolve())}
+    tokenizer = from_pretrained(AutoTokenizer, options.model)
+    cases = prompts_of(tokenizer, options)
     prompts = [prompt for *_, prompt in cases]
-    oscar = {"artifact": str(Path(options.artifact).resolve())} if options.artifact else {}
     common = options.engine_options
     engines = {"oscar_int2": common | {"kv_cache_dtype": "oscar_int2", "additional_config": {"oscar": oscar}}}
     if options.control is not None:
         engines["control"] = common | options.control
+    run = partial(fidelity_engine.continued, options.model, dtype=options.dtype)
     others = {cache: run(prompts, options.new_tokens, engine=engine).tokens for cache, engine in engines.items()}
     exact = run(prompts, options.new_tokens, engine=common, judged=list(others.values()))
 
-    def examine(at: int, tokens: list[int], nats: float) -> Symptoms:
-        return symptoms(texts[at], readable(tokenizer, tokens), tokens, nats, exact.prompt_nats[at])
-
-    texts = [tokenizer.decode(prompt) for prompt in prompts]
-    of_exact = [examine(at, tokens, exact.nats[0][at]) for at, tokens in enumerate(exact.tokens)]
     shared = {"model": Path(options.model).name} | provenance("sweep_text.py", options.dtype)
-
-    def row(at: int, cache: str, dtype: str, tokens: list[int], seen: Symptoms) -> dict[str, Any]:
-        return shared | {
-            "text": cases[at][0], "prompt": cases[at][1], "tokens": len(prompts[at]), "new_tokens": len(tokens),
-            "cache": cache, "dtype": dtype, "symptoms": " ".join(sorted(seen.names)), "period": seen.period,
-            "distinct": seen.distinct, "replacements": seen.replacements, "foreign": seen.foreign,
-            "incompressible": seen.incompressible, "nats": seen.nats, "prompt_nats": exact.prompt_nats[at],
-            "equal_tokens": len(tokens), "branch": "",
-        }  # fmt: skip
-
-    rows = [row(at, "auto", options.dtype, tokens, of_exact[at]) for at, tokens in enumerate(exact.tokens)]
+    sweep = Sweep(tokenizer, cases, exact, options.dtype, options.new_tokens, shared)
+    rows = [sweep.row(at, "auto", sweep.dtype, tokens, sweep.of_exact[at]) for at, tokens in enumerate(exact.tokens)]
     status = 0
     for (cache, continuations), nats in zip(others.items(), exact.nats[1:], strict=True):
-        seen = [examine(at, tokens, nats[at]) for at, tokens in enumerate(continuations)]
-        pairs = list(enumerate(zip(seen, of_exact, strict=True)))
-        only_other = {at: x.names - y.names for at, (x, y) in pairs if x.names - y.names}
-        only_exact = {at: y.names - x.names for at, (x, y) in pairs if y.names - x.names}
-        equal = [agreeing(*pair) for pair in zip(exact.tokens, continuations, strict=True)]
-        branches: dict[int, list[int]] = {}
-        if only_other:
-            heads = {at: continuations[at][: equal[at] + 1] for at in only_other}
-            tails = run([prompts[at] + head for at, head in heads.items()], options.new_tokens, engine=common).tokens
-            branches = {at: (head + tail)[: options.new_tokens] for (at, head), tail in
-                        zip(heads.items(), tails, strict=True)}  # fmt: skip
-        # The branch's likelihood was not computed and excuses nothing.
-        of_branch = {at: examine(at, tokens, 0.0).names - {"unlikely"} for at, tokens in branches.items()}
-        left = {at: names - of_branch[at] for at, names in only_other.items() if names - of_branch[at]}
         dtype = engines[cache].get("dtype", options.dtype)
-        for at, tokens in enumerate(continuations):
-            branch = {"equal_tokens": equal[at], "branch": " ".join(sorted(of_branch.get(at, ())))}
-            rows.append(row(at, cache, dtype, tokens, seen[at]) | branch)
-        for at in left:
-            print(f"--- {cases[at][0]} {cases[at][1]}: {', '.join(sorted(left[at]))}\n… {texts[at][-200:]}")
-            for name, tokens in (("auto", exact.tokens[at]), (cache, continuations[at]),
-                                 ("auto, from the branch", branches[at])):  # fmt: skip
-                print(f"--- {name}\n{readable(tokenizer, tokens)}")
-        for label, found in (("only auto shows", only_exact), (f"only {cache} shows", only_other),
-                             (f"only {cache} shows and auto does not from the branch", left)):  # fmt: skip
-            listed = "; ".join(f"{cases[at][0]} {cases[at][1]}: {', '.join(sorted(x))}" for at, x in found.items())
-            print(f"symptoms that {label}: {len(found)} of {len(cases)} prompts. {listed}".rstrip())
+        own, left = compare(sweep, cache, continuations, nats, dtype, partial(run, engine=common))
+        rows += own
         if cache == "oscar_int2" and left:
             status = 1
     print(summary(rows))

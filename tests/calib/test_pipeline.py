@@ -4,6 +4,8 @@
 import functools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from calib import PRESETS, Recipe, calibrate, pipeline
-from calib.__main__ import main
+from calib.__main__ import main, parser
 from calib.pipeline import CHECKPOINT
 from oscar_vllm.artifact import SERVABLE_KL, Artifact
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
@@ -22,6 +24,7 @@ from tests.calib.models import ByteTokenizer, random_model
 
 ROOT = Path(__file__).parent.parent.parent
 FAST = {"num_samples": 3, "held_out": 1, "max_length": 512, "recent": 128, "tokenizer": ByteTokenizer()}
+SHORT = ["--num-samples", "3", "--held-out", "1", "--max-length", "512", "--recent", "128"]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +102,9 @@ def test_heads_without_a_page_of_their_own_size_are_padded(tmp_path, head_size, 
 @pytest.mark.parametrize(
     ("head_size", "recipe", "message"),
     [
-        (80, Recipe(composition="U"), "composition='U' would store the zeros that pad heads of 80 to 128"),
-        (80, Recipe(max_bits=2), "max_bits=2: heads of 80 cannot take the 256 bits .* raise --max-bits"),
-        (24, Recipe(), "max_bits=4: heads of 24 cannot take the 128 bits"),
+        (80, Recipe(composition="U"), "--composition U would store the zeros that pad heads of 80 to 128"),
+        (80, Recipe(max_bits=2), "--max-bits 2: heads of 80 cannot take the 256 bits .* raise --max-bits"),
+        (24, Recipe(), "--max-bits 4: heads of 24 cannot take the 128 bits"),
     ],
 )
 def test_recipes_that_would_store_padding_are_refused(tmp_path, head_size, recipe, message):
@@ -210,19 +213,108 @@ def test_a_run_killed_by_sigkill_resumes_to_the_same_artifact(tmp_path):
     ("options", "message"),
     [
         ({"num_samples": 2}, r"2 samples of 512 tokens are too few .* head size 64: 1024 tokens .* raise --num"),
-        ({"max_length": 300}, "max_length=300 leaves no history behind 64 sink and 128 recent tokens; use at least 4"),
-        ({"recent": 100}, "recent=100 must be a multiple of 16"),
-        ({"sink": 129}, "sink=129 is out of range"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"held_out": 0}, "held_out=0"),
-        ({"max_position": 511}, "max_position=511 is out of range; use at least max_length=512"),
-        ({"max_position": 2048, "recipe": PRESETS["reference"]}, "max_position=2048 has no effect with positions='sam"),
-        ({"max_position": 4097}, "and at most max_position_embeddings=4096 of the model"),
+        (
+            {"max_length": 300},
+            "--max-length 300 leaves no history behind 64 sink and 128 recent tokens; use at least",
+        ),
+        ({"recent": 100}, "--recent 100 is out of range; use a multiple of 16, at least 128"),
+        ({"sink": 144}, "--sink 144 is out of range; use a multiple of 16 from 0 to 128"),
+        ({"sink": 10}, "--sink 10 is out of range"),
+        ({"sink": -16}, "--sink -16 is out of range"),
+        ({"num_samples": 0}, "--num-samples 0"),
+        ({"held_out": 0}, "--held-out 0"),
+        (
+            {"max_position": 511},
+            r"--max-position 511 is out of range; use at least the 512 tokens of a sample",
+        ),
+        (
+            {"max_position": 2048, "recipe": PRESETS["reference"]},
+            "--max-position 2048 has no effect with --pos",
+        ),
+        ({"max_position": 4097}, "at most the model's own limit, 4096"),
     ],
 )
-def test_unusable_options_are_refused(tmp_path, options, message):
+def test_unusable_options_are_refused_before_any_text_is_read(tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr(pipeline, "load_documents", lambda *_, **__: pytest.fail("read the text"))
     with pytest.raises(OscarConfigError, match=message):
         calibrate(random_model(), tmp_path, **FAST | options)
+
+
+@pytest.mark.parametrize("folder", ["file", "file/out", "/proc/oscar"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OscarConfigError, match=f"^--output-dir {folder} cannot be written to .*; choose another"):
+        calibrate("/no/model", folder, **FAST)
+
+
+def _broken_models(folder: Path) -> dict[str, Path]:
+    """Copies of a saved model without a tokenizer, each broken in its own way."""
+    random_model().save_pretrained(folder / "no tokenizer")
+    config, weights = "config.json", "model.safetensors"
+    whole = (folder / "no tokenizer" / weights).read_bytes()
+    files: dict[str, dict[str, bytes]] = {
+        "broken config": {config: b"{"},
+        "unknown type": {config: b'{"model_type": "foo"}'},
+        "truncated weights": {weights: whole[: len(whole) // 2]},
+        "weights without a header": {weights: whole[:9]},
+    }
+    for name, changed in files.items():
+        shutil.copytree(folder / "no tokenizer", folder / name)
+        for file, content in changed.items():
+            (folder / name / file).write_bytes(content)
+    shutil.copytree(folder / "no tokenizer", folder / "no weights")
+    (folder / "no weights" / weights).unlink()
+    (folder / "empty").mkdir()
+    (folder / "a file").write_text("x")
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("missing", r"model folder '.*missing' does not exist; give a folder that does, or a hub id"),
+        ("empty", "the configuration of model .*empty' cannot be loaded: Unrecognized model .*; give the hub id"),
+        (
+            "broken config",
+            "the configuration of model .*: It looks like the config file .* is not a valid JSON",
+        ),
+        ("a file", "the configuration of model .*a file' cannot be loaded: .*; give the hub id"),
+        ("unknown type", "the configuration of model .* model type `foo` .*; give the hub id"),
+        ("no tokenizer", "the tokenizer of model .* cannot be loaded: .*; give a model that has one"),
+        (
+            "no weights",
+            "the weights of model .*: Error no file named model.safetensors, .*; give a model with",
+        ),
+        (
+            "truncated weights",
+            "the weights of model .*: Error while deserializing header: .*; give a model with",
+        ),
+        ("weights without a header", "the weights of model .* cannot be loaded: .*; give a model with complete"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, capsys, monkeypatch, model, message):
+    path = _broken_models(tmp_path).get(model, tmp_path / model)
+    if model != "no tokenizer":
+        monkeypatch.setattr("calib.pipeline.AutoTokenizer.from_pretrained", lambda *_, **__: ByteTokenizer())
+    capsys.readouterr()
+    assert main(["--model", str(path), "--output-dir", str(tmp_path / "out"), *SHORT]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f"error: {message}", error), error
+
+
+@pytest.mark.parametrize("name", ["", "a b", "./no", "~/no", "a/b/c"])
+def test_names_that_are_neither_folder_nor_hub_id_are_refused_at_once(tmp_path, capsys, name):
+    assert main(["--model", name, "--output-dir", str(tmp_path), *SHORT]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "does not exist; give a folder that does" in error or "Repo id must use alphanumeric" in error
+
+
+def test_a_device_that_is_none_is_named(tmp_path, monkeypatch):
+    random_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(OscarConfigError, match=r"the weights of model .* but found nowhere; give a model with"):
+        calibrate(str(tmp_path / "model"), tmp_path / "out", device_map="nowhere", **FAST)
 
 
 def test_too_little_text_is_refused(tmp_path):
@@ -266,17 +358,24 @@ def test_the_command_line_ends_with_the_table_or_one_line(tmp_path, capsys, monk
     monkeypatch.setattr("calib.pipeline.AutoTokenizer.from_pretrained", lambda *_, **__: ByteTokenizer())
     command = [
         *("--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "out")),
-        *("--num-samples", "3", "--held-out", "1", "--max-length", "512", "--recent", "128"),
+        *SHORT,
     ]
     capsys.readouterr()
     assert main([*command, "--preset", "reference", "--zero", "page"]) == 1
-    assert capsys.readouterr().err == "error: quantizer='minmax' needs zero='token'; add --zero token\n"
+    assert capsys.readouterr().err == (
+        "error: --quantizer minmax (--preset reference sets it) needs --zero token; add --zero token or "
+        "--quantizer gauss\n"
+    )
     assert main([*command, "--max-bits", "8", "--ridge", "1e-3", "--seed", "3"]) == 0
     output = capsys.readouterr().out
     assert "held-out text: KL to the exact model" in output
     artifact = Artifact.load(tmp_path / "out")
     assert (artifact.method["max_bits"], artifact.method["ridge"]) == (8, 1e-3)
     assert artifact.model == str(tmp_path / "model")
+
+
+def test_every_option_has_a_help_text():
+    assert [action.dest for action in parser()._actions if not action.help] == []
 
 
 def test_kept_statistics_serve_another_recipe(tmp_path, monkeypatch):

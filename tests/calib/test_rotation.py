@@ -151,12 +151,20 @@ def test_concentration_of_a_flat_spectrum_is_an_eighth():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"composition": "HU"}, "composition='HU' is unknown"),
-        ({"max_bits": 3}, "max_bits=3 is unknown"),
-        ({"zero": "token"}, "needs zero='page'; add --allocation uniform"),
-        ({"quantizer": "minmax"}, "needs zero='token'"),
-        ({"centre": "keys"}, "no effect with zero='page'"),
-        ({"ridge": 0.0}, "ridge=0.0 is out of range"),
+        ({"composition": "HU"}, "--composition HU is unknown"),
+        ({"zero": "token"}, "--allocation spectral needs --zero page; add --allocation uniform"),
+        ({"quantizer": "minmax"}, "--quantizer minmax .* needs --zero token"),
+        ({"max_bits": 3}, "--max-bits 3 is unknown; use one of 2, 4, 6, 8"),
+        ({"key_constant": -1.0}, "--key-constant -1.0 is out of range; with --quantizer gauss use a value above 0$"),
+        ({"value_constant": 0.0}, "--value-constant 0.0 is out of range"),
+        ({"value_constant": float("inf")}, "--value-constant inf is out of range"),
+        ({"key_constant": float("nan")}, "--key-constant nan is out of range"),
+        (
+            {"key_constant": 1.1, "quantizer": "minmax", "zero": "token", "allocation": "uniform"},
+            "--key-constant 1.1 is out of range; with --quantizer minmax use a value above 0 and at most 1",
+        ),
+        ({"centre": "keys"}, "--centre keys has no effect on keys with --zero page"),
+        ({"ridge": 0.0}, "--ridge 0.0 is out of range"),
     ],
 )
 def test_contradicting_choices_are_refused(options, message):

@@ -104,7 +104,8 @@ def test_the_store_continues_what_the_pool_still_has(engines: Engines, geometry:
     scenarios = [*start, counted("between"), asked("warm", long), counted("after")]
     kept = engines.run(geometry, EXACT | CACHING, scenarios)
     run = engines.run(geometry, EXACT | offloading(140, polls=2), scenarios)
-    assert hits(run, "between", "after") == (512, 1280)
+    # The pool has 512 tokens without the recent ones, so the hit there ends 256 earlier; the store has the rest.
+    assert hits(run, "between", "after") == (256, 1536)
     assert_same(run["warm"][0], kept["warm"][0])
 
 

@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,27 @@ def test_an_artifact_is_compared_with_the_model(model):
     text, well = lines(str(model), {"artifact": folder})["model"][0]
     assert not well
     assert "does not fit this model" in text
+
+
+MISSING = "model folder '/no/model' does not exist; give a folder that does, or a hub id"
+
+
+def test_a_missing_model_folder_is_a_problem(capsys):
+    assert main(["doctor", "--model", "/no/model"]) == 1
+    assert f"model        PROBLEM: /no/model: OscarConfigError: {MISSING}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, MISSING), ("{", r"the configuration of model '.*' cannot be loaded: .* is not a valid JSON file; give .*")],
+)
+def test_rotations_of_a_model_that_cannot_be_loaded_are_refused(tmp_path, capsys, config, message):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    folder = "/no/model" if config is None else str(tmp_path)
+    files = ["--keys", "k.pt", "--values", "v.pt", "--output-dir", str(tmp_path / "out")]
+    assert main(["import-rotationzoo", "--model", folder, *files]) == 1
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
 
 
 def test_wrong_options_are_refused(capsys):

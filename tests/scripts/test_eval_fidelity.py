@@ -6,6 +6,7 @@ import csv
 import importlib
 import math
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from calib import PRESETS, calibrate
 from calib.capture import AttentionCall
 from calib.simulate import Segments, page_store
-from oscar_vllm.errors import OscarArtifactError
+from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from tests.calib.models import ByteTokenizer, random_model
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
@@ -341,6 +342,12 @@ def test_a_needle_among_the_exact_tokens_is_refused(script, depth):
         script.fidelity_retrieval.cases(ByteTokenizer(), {"a": TEXT * 50}, SEGMENTS, options)
 
 
+def test_prompts_without_room_for_text_are_refused(script):
+    options = argparse.Namespace(lengths=[90], depths=[10, 50], trials=1, seeds=[0])
+    with pytest.raises(SystemExit, match="90 tokens are too few for 2 sentences and questions; raise --lengths"):
+        script.fidelity_retrieval.cases(ByteTokenizer(), {"a": TEXT * 50}, SEGMENTS, options)
+
+
 def test_an_artifact_of_another_model_is_refused(script, artifact):
     other = random_model(family="qwen2", kv_heads=1, group=4)
     with pytest.raises(OscarArtifactError, match="num_key_value_heads is 1, fitted on 2"):
@@ -373,8 +380,74 @@ def test_rows_are_added_never_replaced(script, tmp_path):
     script.append_csv(path, [row | {"kl": "y"}])
     with open(path, newline="") as file:
         assert [entry["kl"] for entry in csv.DictReader(file)] == ["x", "y"]
-    with pytest.raises(SystemExit, match="has other columns"):
+    with pytest.raises(OscarConfigError, match="has other columns"):
         script.append_csv(path, [{"layer": 1}], ("layer",))
+    path.write_text("")
+    script.append_csv(path, [row])
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model folder, and files that are no good."""
+    folder = tmp_path_factory.mktemp("m")
+    random_model().save_pretrained(folder / "model")
+    (folder / "latin.txt").write_bytes("naïve".encode("latin-1") * 1000)
+    (folder / "other.csv").write_text("a,b\n")
+    (folder / "other_answers.csv").write_text("a,b\n")
+    return folder
+
+
+def refused(script, monkeypatch, capsys, arguments: list[str]) -> str:
+    """The line that the command line ends with."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    if stop.value.code == 2:  # argparse has printed it
+        return capsys.readouterr().err.splitlines()[-1]
+    assert "\n" not in str(stop.value)
+    return str(stop.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/model"], "error: model folder '/no/model' does not exist"),
+        (["--text", "missing.txt"], "error: text missing.txt cannot be read: No such file"),
+        (["--text", "latin.txt"], "error: latin.txt is not UTF-8"),
+        (["--text", "manual,code"], "error: --text manual,code: several texts need --retrieval; give one"),
+        (["--artifact", "default=/nope"], "error: .*/nope"),
+        (["--windows", "0"], "--windows: '0' is no number from 1 on"),
+        (["--windows", "-1"], "--windows: '-1' is no number from 1 on"),
+        (["--tokens", "0"], "--tokens: '0' is no number from 1 on"),
+        (["--tokens", "460"], "error: --tokens 460 is too few: the first 448 tokens .*; use at least 577"),
+        (["--tokens", "576", "--exact-match"], "error: --tokens 576 is too few"),
+        (["--sink", "-5"], "error: --sink -5 is out of range"),
+        (["--recent", "64"], "error: --recent 64 is out of range; use 128 or more"),
+        (["--start", "-1"], "error: --start -1 is out of range"),
+        (["--engine-options", "{bad"], "--engine-options: '{bad' is not JSON: "),
+        (["--engine-options", "[1]"], r"--engine-options: '\[1\]' is no JSON object"),
+        (["--engine", "vllm", "--layers"], "error: --layers needs --engine transformers"),
+        (["--engine", "vllm", "--exact-match"], "error: --exact-match needs --engine transformers"),
+        (["--engine", "vllm", "--start", "9"], "error: --start needs --engine transformers"),
+        (["--configurations", ""], "error: no cache is to be evaluated"),
+        (["--device", "nowhere"], "error: --device nowhere cannot be used"),
+        (["--csv", "other.csv"], "error: --csv other.csv has other columns; choose another file"),
+        (["--csv", "other.csv", "--exact-match"], "error: --csv other_answers.csv has other columns"),
+        (["--csv", "latin.txt/a.csv"], "error: --csv latin.txt/a.csv cannot be written: .*; choose another file"),
+        (["--retrieval", "--depths", ",".join("1" * 13)], "error: --depths has 13 values; use at most 12"),
+        (["--retrieval", "--depths", "101"], "error: --depths 101 is out of range"),
+        (["--retrieval", "--lengths", "0"], "error: --lengths 0 is out of range"),
+        (["--retrieval", "--trials", "0"], "--trials: '0' is no number from 1 on"),
+    ],
+)
+def test_bad_values_end_in_one_line(script, folder, monkeypatch, capsys, arguments, message):
+    """Before the model is loaded; files with other columns before anything is."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(script.AutoTokenizer, "from_pretrained", lambda *_: ByteTokenizer())
+    monkeypatch.setattr(script.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    line = refused(script, monkeypatch, capsys, ["--model", "model", "--configurations", "bf16", *arguments])
+    assert re.search(message, line), line
 
 
 def test_the_recorded_command_can_be_typed_again(script):
@@ -441,3 +514,27 @@ def test_vllm_writes_the_answers_that_greedy_decoding_writes(script, tmp_path, p
         str(tmp_path), cases, "float32", {}, prefix_hits=prefix_hits
     )
     assert actual == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("more", "files"),
+    [
+        ([], {"a.csv": 2}),
+        (["--layers"], {"a.csv": 2, "a_layers.csv": 1}),
+        (
+            ["--retrieval", "--lengths", "1200", "--depths", "20", "--trials", "1"],
+            {"a_answers.csv": 2, "a_retrieval.csv": 2},
+        ),
+    ],
+)
+def test_a_run_adds_rows_to_its_own_files(script, folder, tmp_path, monkeypatch, more, files):
+    monkeypatch.setattr(script.AutoTokenizer, "from_pretrained", lambda *_: ByteTokenizer())
+    arguments = ["--model", str(folder / "model"), "--configurations", "bf16,naive", "--windows", "1"]
+    arguments += ["--tokens", "600"]
+    monkeypatch.setattr(sys, "argv", ["eval_fidelity.py", *arguments, "--csv", str(tmp_path / "a.csv"), *more])
+    script.main()
+    written = {}
+    for path in tmp_path.iterdir():
+        with path.open(newline="") as file:
+            written[path.name] = len({row["configuration"] for row in csv.DictReader(file)})
+    assert written == files

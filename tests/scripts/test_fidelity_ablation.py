@@ -91,3 +91,28 @@ def test_the_error_of_a_ratio_is_that_of_known_numbers(script):
     ratio, stderr = script.paired_ratio(actual, base)
     assert ratio == 2.0
     assert stderr == pytest.approx(1 / 3**0.5)
+
+
+def test_the_positions_behind_the_last_whole_block_count_in_the_ratio(script):
+    """As they do in the means of the table."""
+    base = [torch.ones(192)]
+    actual = [torch.cat([torch.ones(64), torch.full((64,), 2.0), torch.full((64,), 3.0)])]
+    _, stderr = script.paired_ratio(actual, base)
+    more = torch.full((32,), 9.0)
+    ratio, _ = script.paired_ratio([torch.cat([actual[0], more])], [torch.ones(224)])
+    assert stderr == pytest.approx(1 / 3**0.5)
+    assert ratio == pytest.approx((192 * 2 + 32 * 9) / 224)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/model"], "error: model folder '/no/model' does not exist"),
+        (["--model", "m", "--tokens", "500"], "error: --tokens 500 leaves too little history; use at least 577"),
+        (["--model", "m", "--calibration-tokens", "9"], "error: --calibration-tokens 9 leaves too little history"),
+    ],
+)
+def test_bad_values_end_in_one_line(script, monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["fidelity_ablation.py", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        script.main()

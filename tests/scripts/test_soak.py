@@ -385,6 +385,15 @@ def test_every_fault_is_found(fault, tmp_path, monkeypatch, capsys):
         assert wrong["alone"] != wrong["answer"] == wrong["alone"][:-1] + "#"
 
 
+@pytest.mark.parametrize("name", ["missing", "empty", "config.json"])
+def test_a_model_folder_without_a_configuration_is_refused_at_once(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        soak.main(["--model", str(tmp_path / name)])
+    assert "there is no such folder with a config.json; give the folder of a model" in capsys.readouterr().err
+
+
 def test_connections_are_given_up_before_the_server_closes_them():
     """A server that drops what comes on a connection idle for 2 s, as one does that is just closing it."""
     dropped = []

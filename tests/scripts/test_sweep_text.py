@@ -3,6 +3,7 @@
 
 import importlib
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,3 +160,32 @@ def test_the_exit_status_is_0_for_what_the_model_shows_itself(sweep, monkeypatch
     assert "symptoms that only oscar_int2 shows: 2 of 2 prompts" in printed
     assert "auto does not from the branch: 0 of 2 prompts." in printed
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/model"], "error: model folder '/no/model' does not exist"),
+        (["--prompts", "0"], "--prompts: '0' is no number from 1 on"),
+        (["--new-tokens", "-1"], "--new-tokens: '-1' is no number from 1 on"),
+        (["--engine-options", "{bad"], "--engine-options: '{bad' is not JSON: "),
+        (["--control", "7"], "--control: '7' is no JSON object"),
+        (["--texts", "", "--text", "x=/nope"], "error: text /nope cannot be read: No such file"),
+        (["--texts", "prose"], "error: text 'prose' is unknown; use code, manual, .* or --text NAME=FILE"),
+        (["--texts", ""], "error: --texts names no text"),
+        (["--artifact", "/nope"], "error: .*/nope"),
+        (["--csv", "other.csv"], "error: --csv other.csv has other columns"),
+    ],
+)
+def test_bad_values_end_in_one_line(sweep, monkeypatch, tmp_path, capsys, arguments, message):
+    """Before an engine is started."""
+    (tmp_path / "other.csv").write_text("a,b\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep.fidelity_engine, "continued", lambda *_, **__: pytest.fail("started an engine"))
+    monkeypatch.setattr(sweep.AutoTokenizer, "from_pretrained", lambda model: TOKENIZER)
+    monkeypatch.setattr(sys, "argv", ["sweep_text.py", "--model", "m", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        sweep.main()
+    line = capsys.readouterr().err.splitlines()[-1] if stop.value.code == 2 else str(stop.value)
+    assert re.search(message, line), line
+    assert "\n" not in line
