@@ -171,7 +171,7 @@ def test_speculation(engines: Engines, method: str) -> None:
         counted("after"),
         asked("end", prompts([5], seed=45), keep_cache=False),
     ]
-    run = engines.run(PLAIN, FLOAT | offloading(200, polls=2) | {"speculative_config": draft}, scenarios)
+    run = engines.run(PLAIN, FLOAT | offloading(240, polls=2) | {"speculative_config": draft}, scenarios)
     assert run.tokens("periodic") == stock.tokens("periodic")
     assert run.tokens("warm") == stock.tokens("periodic")
     assert hits(run, "between", "after")[1] > 500
