@@ -55,6 +55,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         self._boundaries: dict[str, set[int]] = {}
         self._junctions: dict[str, int] = {}
         self._expected_loads: dict[str, frozenset[int]] = {}
+        self.has_store = False  # whether a connector looks elsewhere for what follows a hit
 
     # ---- which blocks are held -------------------------------------------------------------------------------------
 
@@ -367,7 +368,8 @@ def resume_with_own_tail(
     """A hit whose recent tail is not cached, shortened by that tail: it is computed again, and held for later requests.
 
     Otherwise its tokens would be read from pages for as long as they are recent, by every request that resumes there.
-    Where the shortened hit is not to be had (a recurrent state is missing there), the hit stays as it is.
+    The hit stays as it is where the shortened one is not to be had (a recurrent state is missing there), and with a
+    connector's store, which may hold what follows the hit but not what the pool has before its end.
 
     Args:
         cache: the scheduler's.
@@ -380,7 +382,8 @@ def resume_with_own_tail(
     windows = [m for m in cache.coordinator.single_type_managers if isinstance(m, SinkWindowManager)]
     if not windows:
         return hit
-    if length and not junction and not all(m.holds_tail(blocks.blocks[m.kv_cache_group_id], length) for m in windows):
+    whole = all(m.has_store or m.holds_tail(blocks.blocks[m.kv_cache_group_id], length) for m in windows)
+    if length and not junction and not whole:
         alignment = windows[0].cache_hit_alignment_tokens
         shorter = max(0, length - round_up(windows[0].kv_cache_spec.recent - 1, alignment))
         found, found_length, _ = cache.coordinator.find_longest_cache_hit(request.block_hashes, shorter)

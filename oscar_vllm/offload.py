@@ -62,6 +62,8 @@ class OscarOffloadConnector(SimpleCPUOffloadConnector):
         super().bind_kv_cache_manager(kv_cache_manager)
         managers = kv_cache_manager.coordinator.single_type_managers
         self._windows = [manager for manager in managers if isinstance(manager, SinkWindowManager)]
+        for manager in self._windows:
+            manager.has_store = True
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the store holds behind the local hit, and whether they are loaded asynchronously."""

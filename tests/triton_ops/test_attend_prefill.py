@@ -32,7 +32,7 @@ def make_codec(heads: int, d: int, zero: str) -> tuple[LayerCodec, PageLayout]:
             value_rotation=random_basis(heads, d, 4),
             value_quantizer=Quantizer("gauss", 1.1),
         )
-        return codec, PageLayout(d, "page")
+        return codec.to("cpu"), PageLayout(d, "page")
     means = torch.randn(2, heads, d, generator=torch.Generator().manual_seed(5))
     codec = rotation_codec(
         random_basis(heads, d, 3),
@@ -43,7 +43,7 @@ def make_codec(heads: int, d: int, zero: str) -> tuple[LayerCodec, PageLayout]:
         key_mean=means[0],
         value_mean=means[1],
     )
-    return codec, PageLayout(d, "token")
+    return codec.to("cpu"), PageLayout(d, "token")
 
 
 def prepare(requests, *, heads, groups, d, zero, **options):
@@ -244,7 +244,7 @@ def test_launch_choices():
 
 def test_refuses_what_does_not_fit():
     step, codec, layout = prepare([(130, 10)], heads=2, groups=1, d=64, zero="page")
-    arguments = {**step.cache("query"), "codec": codec.to("cpu"), "layout": layout}
+    arguments = {**step.cache("query"), "codec": codec, "layout": layout}
     arguments |= {"scale": 0.1, "sink": 64, "recent": 256, "num_tokens": 10, "num_requests": 1}
     with pytest.raises(ValueError, match="must be contiguous"):
         attend_prefill(**arguments | {"codec": replace(codec, key_encode=codec.key_encode.mT.contiguous().mT)})
