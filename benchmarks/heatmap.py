@@ -79,9 +79,7 @@ def main() -> None:
         print(PICTURE)
         return
     results.require_gpu()
-    rows = run()
-    print(results.table(rows))
-    print("kept in", results.append("heatmap", rows))
+    results.keep("heatmap", run())
 
 
 if __name__ == "__main__":

@@ -93,9 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     results.require_gpu()
-    rows = run()
-    print(results.table(rows))
-    print("kept in", results.append("power", rows))
+    results.keep("power", run())
 
 
 if __name__ == "__main__":

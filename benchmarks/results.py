@@ -84,6 +84,12 @@ def append(name: str, rows: Sequence[Mapping[str, Any]], folder: Path = RESULTS)
     return path
 
 
+def keep(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table, `append` them and say where."""
+    print(table(rows))
+    print("kept in", append(name, rows))
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
     """Rows as aligned text."""
     columns = list(columns or dict.fromkeys(column for row in rows for column in row))

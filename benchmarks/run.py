@@ -47,8 +47,7 @@ def main() -> int:
     for part in options.parts or PARTS:
         for name, rows in measured(part, options, engine_options):
             if rows:
-                print(results.table(rows))
-                print("kept in", results.append(part, rows))
+                results.keep(part, rows)
             else:
                 failed.append(name)
     if failed:

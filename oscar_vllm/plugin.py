@@ -235,8 +235,8 @@ def _unsupported_engine(vllm_config: "VllmConfig") -> Iterator[str]:
     if vllm_config.model_config.is_hybrid and parallel.pipeline_parallel_size > 1:
         # A rank without attention layers would take another block size than the others.
         yield (
-            "was not tried with pipeline parallelism of hybrid models: use --tensor-parallel-size instead, "
-            f"or {_USE_AUTO}"
+            f"was not tried with hybrid models in stages (--pipeline-parallel-size {parallel.pipeline_parallel_size}): "
+            f"use --tensor-parallel-size instead, or {_USE_AUTO}"
         )
     if envs.VLLM_BATCH_INVARIANT:
         yield (

@@ -275,6 +275,17 @@ MODEL_KINDS = {
 }
 
 
+def served(model_type: str, **changes) -> SimpleNamespace:
+    """What `plugin._unsupported_model` reads of a configuration: a decoder that it serves, but for ``changes``."""
+    model = {
+        "hf_text_config": SimpleNamespace(model_type=model_type), "use_mla": False, "is_attention_free": False,
+        "is_encoder_decoder": False, "attn_type": "decoder", "is_mm_prefix_lm": False, "attention_chunk_size": None,
+    }  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model | changes), cache_config=SimpleNamespace(sliding_window=None)
+    )
+
+
 def test_hybrid_models_are_not_cut_into_stages(config, monkeypatch):
     from vllm.config import ModelConfig
 
@@ -286,31 +297,15 @@ def test_hybrid_models_are_not_cut_into_stages(config, monkeypatch):
 
 
 def test_attention_blocks_shared_by_layers_are_refused():
-    model = SimpleNamespace(
-        hf_text_config=SimpleNamespace(model_type="zamba2"), use_mla=False, is_attention_free=False,
-        is_encoder_decoder=False, attn_type="hybrid", is_mm_prefix_lm=False, attention_chunk_size=None,
-    )  # fmt: skip
-    vllm_config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(sliding_window=None))
-    (problem,) = plugin._unsupported_model(vllm_config)
+    (problem,) = plugin._unsupported_model(served("zamba2", attn_type="hybrid"))
     assert "several layers share (zamba2)" in problem
 
 
 @pytest.mark.parametrize("case", MODEL_KINDS)
 def test_kinds_of_models_that_are_refused(case):
     name, value, message = MODEL_KINDS[case]
-    model = SimpleNamespace(
-        hf_text_config=SimpleNamespace(model_type="some"),
-        use_mla=False,
-        is_attention_free=False,
-        is_encoder_decoder=False,
-        attn_type="decoder",
-        is_mm_prefix_lm=False,
-        attention_chunk_size=None,
-    )
-    vllm_config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(sliding_window=None))
-    assert list(plugin._unsupported_model(vllm_config)) == []
-    setattr(model, name, value)
-    (problem,) = plugin._unsupported_model(vllm_config)
+    assert list(plugin._unsupported_model(served("some"))) == []
+    (problem,) = plugin._unsupported_model(served("some", **{name: value}))
     assert message in problem
     assert problem.endswith("use --kv-cache-dtype auto")
 
