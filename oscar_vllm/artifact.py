@@ -41,7 +41,9 @@ _GEOMETRY = ("model_type", *_COUNTS, "rope_theta", "rope_type", "rope_factor")
 
 ORTHOGONALITY_TOLERANCE = 1e-4
 INVERSE_TOLERANCE = 1e-3
-"""Largest |E^T Q - I|; encode and query matrices are rounded to float32 after a whitening of condition up to 1e4."""
+"""Largest |E^T Q - gain|; encode and query matrices are rounded to float32 after a whitening of condition up to 1e4."""
+GAINS = 0.4, 2.5
+"""Gains of levels (`codec.unbiased_gain`) that a calibration can give: those of the kappas that `Recipe` allows."""
 
 
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default", "telechat3-yarn": "yarn"}
@@ -428,11 +430,17 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
     base_query = query.gather(2, first[:, None].expand_as(query)) * weight[:, None]
     if not torch.equal(encode, base_encode) or bool(((query - base_query).abs() > 1e-6 * base_query.abs()).any()):
         raise OscarArtifactError(f"layer {index}: the columns of a direction's digits do not belong together")
-    error = ((encode.mT @ query) / weight[:, None] - same.double()).abs().amax((1, 2))
-    if error.max() > INVERSE_TOLERANCE:
+    product = (encode.mT @ query) / weight[:, None]
+    # Directions of equal bits share the gain of the levels that are read back (codec.unbiased_gain).
+    equal = codec.key_levels[:, :, None] == codec.key_levels[:, None, :]
+    gain = (equal * product.diagonal(dim1=1, dim2=2)[:, None, :]).sum(2) / equal.sum(2)
+    error = (product - gain[:, :, None] * same).abs().amax((1, 2))
+    low, high = GAINS if codec.zero == "page" else (1.0 - INVERSE_TOLERANCE, 1.0 + INVERSE_TOLERANCE)
+    if error.max() > INVERSE_TOLERANCE or not (low <= gain.min() and gain.max() <= high):
         raise OscarArtifactError(
-            f"layer {index}, KV head {int(error.argmax())}: key_encode and key_query are not inverse to each other, "
-            f"max|E^T Q - I| = {error.max():.2e} > {INVERSE_TOLERANCE:.0e}"
+            f"layer {index}, KV head {int(error.argmax())}: key_encode and key_query are not inverse to each other up "
+            f"to a gain, max|E^T Q - gain| = {error.max():.2e} (at most {INVERSE_TOLERANCE:.0e}), gain "
+            f"{gain.min():.3f} to {gain.max():.3f} (must lie in {low} to {high})"
         )
     if codec.zero == "page" and bool((codec.key_weight <= 0).any()):
         raise OscarArtifactError(f"layer {index}: key_weight must be positive")

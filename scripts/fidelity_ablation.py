@@ -7,6 +7,10 @@ All recipes are fitted on the same bundled text and read the same other text, wh
 (PyTorch's own documentation strings and library modules that are not in the text ``code``). Unchanged is the default
 recipe with 4 bits at most, no spreading, and kappa 1.1 for keys and values, so that nothing is chosen. The changes:
 
+* ``key levels middle``, ``value levels middle``: codes are read back in the middle of their cells, which gives back
+  less than was stored (`codec.unbiased_gain`); ``levels middle``: both.
+* ``values about their mean``: the calibrated mean value is subtracted before values are quantized.
+* ``value kappa 1.0``, ``key kappa 1.0``, ``key kappa 1.2``: instead of 1.1.
 * ``value basis W_O``: values' rotation from the eigenvectors of the outputs' moment as W_O reads it, G^(1/2) C G^(1/2)
   with G = W_O^T W_O of the head's group.
 * ``value basis plain``: from the values' own moment.
@@ -56,10 +60,11 @@ from calib.pretrained import from_pretrained
 from calib.quantizer_search import KEY_CONSTANTS
 from calib.quantizer_search import QUERIES as SEARCHED_QUERIES
 from calib.rotation import Recipe, layer_basis, rotation
-from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys
+from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys, segmented_attention
 from calib.statistics import QUERIES, LayerStatistics, Statistics
 from oscar_vllm.errors import OscarConfigError
-from triton_ops.codec import LayerCodec
+from triton_ops.codec import UNIT_STEP, LayerCodec, unbiased_gain
+from triton_ops.reference import MIN_SCALE
 
 FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
           "calibration_tokens", "seed", "commit", "versions", "command")  # fmt: skip
@@ -144,14 +149,51 @@ class KappaSearch:
         return chosen
 
 
-def fitted(statistics: Statistics, recipe: Recipe = UNCHANGED, **changes: dict[int, Tensor]) -> dict[int, LayerCodec]:
+def fitted(
+    statistics: Statistics,
+    recipe: Recipe = UNCHANGED,
+    *,
+    key_kappa: float = KAPPA,
+    value_kappa: float = KAPPA,
+    **changes: dict[int, Tensor],
+) -> dict[int, LayerCodec]:
     """Layer -> codec of a recipe; ``changes``: sums of `LayerStatistics` to replace, by layer."""
     codecs = {}
     for index, layer in statistics.layers.items():
         values = {field.name: getattr(layer, field.name) for field in fields(layer)}
         own = LayerStatistics(**values | {name: by_layer[index] for name, by_layer in changes.items()})
-        codecs[index] = layer_basis(own, recipe).codec(KAPPA, KAPPA)
+        codecs[index] = layer_basis(own, recipe).codec(key_kappa, value_kappa)
     return codecs
+
+
+def middle_keys(codec: LayerCodec) -> LayerCodec:
+    """The codec with key levels in the middle of their cells."""
+    bits = codec.key_levels.double().log2().int()
+    gains = torch.ones(9)
+    for count, step in UNIT_STEP.items():
+        gains[count] = unbiased_gain(count, step * KAPPA)
+    return replace(codec, key_query=codec.key_query / gains[bits][:, None])
+
+
+def middle_values(value: Tensor, codec: LayerCodec) -> Tensor:
+    """`quantized_values` with levels in the middle of their cells; the last, incomplete page is quantized too."""
+    rows = value.float() @ codec.value_rotation
+    mean = rows.mean(-1, keepdim=True)
+    step = (KAPPA * (rows - mean).square().mean(-1, keepdim=True).sqrt()).clamp_min(MIN_SCALE)
+    code = ((rows - mean) / step + 2.0).floor().clamp(0, 3)
+    return (mean + (code - 1.5) * step) @ codec.value_rotation.mT
+
+
+class MiddleValues(QuantizedCache):
+    """`QuantizedCache` with value levels in the middle of their cells."""
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        codec = self.codecs[call.layer] = self.codecs[call.layer].to(call.query.device)
+
+        def store(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return quantized_keys(key, codec, self.segments.sink), middle_values(value, codec)
+
+        return segmented_attention(call, store, self.segments)
 
 
 def square_root(matrix: Tensor) -> Tensor:
@@ -160,8 +202,10 @@ def square_root(matrix: Tensor) -> Tensor:
     return vectors * values.clamp_min(0)[..., None, :].sqrt() @ vectors.mT
 
 
-def changes(model: Any, samples: list[Tensor], held_out: list[Tensor], segments: Segments) -> dict[str, Any]:
-    """Change -> codecs by layer; the unchanged recipe's first."""
+def changes(
+    model: Any, samples: list[Tensor], held_out: list[Tensor], segments: Segments
+) -> dict[str, Callable[[AttentionCall], Tensor]]:
+    """Change -> handler that attends with it; the unchanged recipe's first."""
     statistics = Statistics(segments)
     by_output: dict[int, Tensor] = {}
     metric: dict[int, Tensor] = {}
@@ -185,14 +229,25 @@ def changes(model: Any, samples: list[Tensor], held_out: list[Tensor], segments:
                  statistics.layers.items()}  # fmt: skip
     roots = {index: square_root(matrix) for index, matrix in metric.items()}
     read_by = {index: root @ statistics.layers[index].output_moment @ root for index, root in roots.items()}
-    return {
+    middle = {index: middle_keys(codec) for index, codec in unchanged.items()}
+    codecs = {
         "unchanged": unchanged,
+        "key levels middle": middle,
+        "values about their mean": fitted(statistics, replace(UNCHANGED, centre="values")),
+        "value kappa 1.0": fitted(statistics, value_kappa=1.0),
+        "key kappa 1.0": fitted(statistics, key_kappa=1.0),
+        "key kappa 1.2": fitted(statistics, key_kappa=1.2),
         "value basis W_O": fitted(statistics, output_moment=read_by),
         "value basis plain": fitted(statistics, replace(UNCHANGED, value_target="value")),
         "value basis none": {i: replace(codec, value_rotation=hadamards[i]) for i, codec in unchanged.items()},
         "queries by output": fitted(statistics, attending_moment=by_output),
         "kappa by layer": search.codecs(by_head=False),
         "kappa by head": search.codecs(by_head=True),
+    }
+    return {
+        **{name: QuantizedCache(by_layer, segments) for name, by_layer in codecs.items()},
+        "value levels middle": MiddleValues(unchanged, segments),
+        "levels middle": MiddleValues(middle, segments),
     }
 
 
@@ -240,12 +295,12 @@ def main() -> None:
     windows = evaluation_windows(other_text(), tokenizer, options.windows, options.tokens)
     first = first_position(segments)
     with torch.inference_mode():
-        codecs = changes(model, fit[: options.calibration_windows], fit[options.calibration_windows :], segments)
-        scores = {name: Score() for name in codecs}
+        handlers = changes(model, fit[: options.calibration_windows], fit[options.calibration_windows :], segments)
+        scores = {name: Score() for name in handlers}
         for window in windows:
             exact = log_probabilities(model, window, first)
-            for name, by_layer in codecs.items():
-                with intercept_attention(model, QuantizedCache(by_layer, segments)):
+            for name, handler in handlers.items():
+                with intercept_attention(model, handler):
                     actual = log_probabilities(model, window, first)
                 scores[name].add(exact, actual, window[first + 1 :].to(exact.device))
     base = scores["unchanged"].kl

@@ -28,6 +28,7 @@ from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, Quantizer, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 MIN_SCALE = tl.constexpr(2.0**-14)
+TINY = tl.constexpr(1e-30)
 MAX_SCALE = tl.constexpr(65504.0)
 PART_TOKENS = 32
 """Tokens of a page per program where few pages are expected: least latency."""
@@ -118,8 +119,12 @@ def _affine(x, constant, kth, GAUSS: tl.constexpr, CLIP: tl.constexpr):
     if GAUSS:
         mean = tl.sum(x, 1) / d
         centred = x - mean[:, None]
-        spread = tl.sqrt_rn(tl.sum(centred * centred, 1) / d)
-        scale = tl.minimum(tl.maximum(constant * spread, MIN_SCALE), MAX_SCALE).to(tl.float16)
+        energy = tl.sum(centred * centred, 1)
+        step = tl.maximum(constant * tl.sqrt_rn(energy / d), MIN_SCALE)
+        level = tl.div_rn(centred, step[:, None] + tl.zeros_like(x)) + 2.0
+        level = tl.minimum(tl.maximum(tl.floor(level), 0.0), 3.0)
+        covered = tl.maximum(tl.sum(centred * (level - 1.5), 1), TINY)
+        scale = tl.minimum(tl.maximum(tl.div_rn(energy, covered), MIN_SCALE), MAX_SCALE).to(tl.float16)
         zero = (mean - 1.5 * scale.to(tl.float32)).to(tl.float16)
     else:
         if CLIP:
@@ -129,8 +134,9 @@ def _affine(x, constant, kth, GAUSS: tl.constexpr, CLIP: tl.constexpr):
         step = tl.div_rn(tl.max(x, 1) - low, 3.0)
         scale = tl.minimum(tl.maximum(step, MIN_SCALE), MAX_SCALE).to(tl.float16)
         zero = low.to(tl.float16)
-    level = tl.div_rn(x - zero.to(tl.float32)[:, None], scale.to(tl.float32)[:, None] + tl.zeros_like(x))
-    return tl.minimum(tl.maximum(tl.floor(level + 0.5), 0.0), 3.0), scale, zero
+        level = tl.div_rn(x - zero.to(tl.float32)[:, None], scale.to(tl.float32)[:, None] + tl.zeros_like(x))
+        level = tl.minimum(tl.maximum(tl.floor(level + 0.5), 0.0), 3.0)
+    return level, scale, zero
 
 
 @triton.jit

@@ -28,6 +28,8 @@ Prefill = Literal["exact", "invariant"]
 MIN_SCALE = 2.0**-14
 """Smallest row scale: float16's smallest normal number, so that a constant row divides by something."""
 MAX_SCALE = 65504.0
+TINY = 1e-30
+"""Smallest divisor, for rows without any spread."""
 
 _MAX_LOGITS = 1 << 22
 """Logits `attend` holds at a time; longer chunks are attended in blocks of queries, which also skip future keys."""
@@ -120,11 +122,17 @@ class EncodedRows:
 
 
 def _affine(rows: Tensor, quantizer: Quantizer) -> EncodedRows:
-    """Four levels with a scale and a zero per row; rows [..., d] float32 (method: paper section 3.3)."""
+    """Four levels with a scale and a zero per row; rows [..., d] float32 (``"minmax"``: paper section 3.3)."""
     if quantizer.kind == "gauss":
+        # Cells of one size about the mean; levels whose product with the row is the row's with itself, so that far
+        # values that are cut off shrink nothing: the errors of rounding average out over tokens, a shrinkage would not.
         mean = rows.mean(-1, keepdim=True)
-        spread = (rows - mean).square().mean(-1, keepdim=True).sqrt()
-        scale = (quantizer.constant * spread).clamp(MIN_SCALE, MAX_SCALE).half()
+        centred = rows - mean
+        energy = centred.square().sum(-1, keepdim=True)
+        step = (quantizer.constant * (energy / rows.shape[-1]).sqrt()).clamp_min(MIN_SCALE)
+        codes = (centred / step + 2.0).floor().clamp(0, 3)
+        covered = (centred * (codes - 1.5)).sum(-1, keepdim=True).clamp_min(TINY)
+        scale = (energy / covered).clamp(MIN_SCALE, MAX_SCALE).half()
         zero = (mean - 1.5 * scale.float()).half()
     else:
         if quantizer.constant < 1.0:
@@ -134,8 +142,8 @@ def _affine(rows: Tensor, quantizer: Quantizer) -> EncodedRows:
         low, high = rows.aminmax(dim=-1, keepdim=True)
         scale = ((high - low) / 3.0).clamp(MIN_SCALE, MAX_SCALE).half()
         zero = low.half()
-    codes = ((rows - zero.float()) / scale.float() + 0.5).floor().clamp(0, 3).to(torch.uint8)
-    return EncodedRows(codes, scale.squeeze(-1), zero.squeeze(-1), None)
+        codes = ((rows - zero.float()) / scale.float() + 0.5).floor().clamp(0, 3)
+    return EncodedRows(codes.to(torch.uint8), scale.squeeze(-1), zero.squeeze(-1), None)
 
 
 def encode_keys(key: Tensor, stored: Tensor, codec: LayerCodec) -> EncodedRows:

@@ -33,7 +33,7 @@ from oscar_vllm.artifact import (
     model_geometry,
 )
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
-from triton_ops.codec import Quantizer, allocate_bits, hadamard, rotation_codec, spectral_codec
+from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, hadamard, rotation_codec, spectral_codec
 from triton_ops.layout import page_head_size
 
 HEADS, D, LAYERS = 2, 64, 3
@@ -336,13 +336,21 @@ def altered(tensor: torch.Tensor, where: tuple, value: float) -> torch.Tensor:
 CODEC = spectral(0, 4)
 
 
+def scaled_direction(codec: LayerCodec, factor: float) -> torch.Tensor:
+    """key_query with one direction of KV head 0 read back ``factor`` times as large."""
+    of_first = (codec.key_digit[0] == 0).cumsum(0) == 1
+    return torch.where(of_first & (torch.arange(2) == 0)[:, None, None], codec.key_query * factor, codec.key_query)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"value_rotation": CODEC.value_rotation * 1.001}, "value_rotation is not orthogonal, max.* = 2.00e-03"),
         ({"key_encode": altered(CODEC.key_encode, (1, 3, 5), float("nan"))}, "layer 0: key_encode holds non-finite"),
         ({"value_mean": altered(CODEC.value_mean, (0, 0), float("inf"))}, "layer 0: value_mean holds non-finite"),
-        ({"key_query": CODEC.key_query * 1.01}, "key_encode and key_query are not inverse"),
+        ({"key_query": CODEC.key_query * 3}, "key_encode and key_query are not inverse .* gain 3.0.* in 0.4 to 2.5"),
+        ({"key_query": CODEC.key_query.roll(1, 1)}, "key_encode and key_query are not inverse"),
+        ({"key_query": scaled_direction(CODEC, 1.01)}, "not inverse to each other up to a gain, max.* = [0-9.]+e-03"),
         ({"key_encode": altered(CODEC.key_encode, (1, 0, 0), 9.0)}, "digits do not belong together|not inverse"),
         ({"key_digit": torch.zeros_like(CODEC.key_digit)}, "key_levels must be"),
         ({"key_digit": CODEC.key_digit * 2}, "key_digit does not count 0, 1"),
@@ -380,13 +388,16 @@ def test_impossible_layers_are_refused():
         orthogonal(0), orthogonal(1), zero="token",
         key_quantizer=Quantizer("gauss", 1.0), value_quantizer=Quantizer("gauss", 1.0),
     )  # fmt: skip
+    longer = replace(token, key_query=token.key_query * 1.01)
+    with pytest.raises(OscarArtifactError, match=r"gain 1.010 to 1.010 \(must lie in 0.999 to 1.001\)"):
+        replace(artifact, layers={0: longer}).validate()
     with pytest.raises(OscarArtifactError, match=r"alike, found \['page', 'token'\]"):
         replace(artifact, layers={0: CODEC, 1: token}).validate()
 
 
 def test_saving_an_invalid_artifact_writes_nothing(tmp_path):
     with pytest.raises(OscarArtifactError, match="not inverse"):
-        broken(0, key_query=CODEC.key_query * 2).save(tmp_path / "a")
+        broken(0, key_query=CODEC.key_query * 3).save(tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 

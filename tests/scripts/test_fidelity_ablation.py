@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calib.capture import intercept_attention
-from calib.simulate import Segments
+from calib.simulate import Segments, quantized_values
 from tests.calib.models import random_model
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
@@ -35,16 +35,29 @@ def windows(count: int) -> list[torch.Tensor]:
 
 def test_every_change_differs_from_the_unchanged_recipe_in_its_own_part(script, model):
     with torch.inference_mode():
-        codecs = {name: layers[0] for name, layers in script.changes(model, windows(3), windows(1), SEGMENTS).items()}
+        handlers = script.changes(model, windows(3), windows(1), SEGMENTS)
+    codecs = {name: handler.codecs[0] for name, handler in handlers.items()}
     base = codecs.pop("unchanged")
     for name, codec in codecs.items():
         same_values = torch.equal(codec.value_rotation, base.value_rotation)
-        assert same_values == (not name.startswith("value")), name
+        assert same_values == (not name.startswith("value basis")), name
+        assert torch.equal(codec.value_mean, base.value_mean) == (name != "values about their mean"), name
+        assert (codec.value_quantizer == base.value_quantizer) == (not name.startswith("value kappa")), name
+        assert (type(handlers[name]) is script.MiddleValues) == (name in ("value levels middle", "levels middle")), name
         if name.startswith("value"):
             identity = codec.value_rotation[0] @ codec.value_rotation[0].T
             torch.testing.assert_close(identity, torch.eye(64), atol=1e-5, rtol=0)
             assert torch.equal(codec.key_encode, base.key_encode), name
     assert not torch.allclose(codecs["queries by output"].key_encode, base.key_encode)
+    for name, kappa in (("key kappa 1.0", 1.0), ("key kappa 1.2", 1.2)):
+        torch.testing.assert_close(codecs[name].key_encode, base.key_encode * (script.KAPPA / kappa))
+    # Two bits come back 9 % smaller from the middle of their cells, 4 bits half a percent.
+    for name in ("key levels middle", "levels middle"):
+        assert torch.equal(codecs[name].key_encode, base.key_encode)
+        shrunk = codecs[name].key_query / base.key_query
+        for levels, factor in ((4, 0.9166), (16, 0.9946)):
+            of_level = (base.key_levels == levels)[:, None].expand_as(shrunk)
+            assert float((shrunk[of_level].nanmean() - factor).abs()) < 1e-3
     # kappa scales a head's matrices; per layer both heads have the same factor.
     factors = {
         name: (base.key_encode / codecs[name].key_encode).nanmean((1, 2))
@@ -53,6 +66,14 @@ def test_every_change_differs_from_the_unchanged_recipe_in_its_own_part(script, 
     assert factors["kappa by layer"][0] == pytest.approx(float(factors["kappa by layer"][1]), rel=1e-4)
     for factor in factors["kappa by head"].tolist():
         assert min(abs(factor * script.KAPPA - kappa) for kappa in script.KEY_CONSTANTS["gauss"]) < 1e-3
+
+
+def test_values_from_the_middle_of_their_cells_shrink(script, model):
+    with torch.inference_mode():
+        codec = script.changes(model, windows(3), windows(1), SEGMENTS)["unchanged"].codecs[0]
+    value = torch.randn(2, 512, 64, generator=torch.Generator().manual_seed(1))
+    for back, slope in ((script.middle_values(value, codec), 0.917), (quantized_values(value, codec), 1.0)):
+        assert float((back * value).sum() / value.square().sum()) == pytest.approx(slope, abs=0.01)
 
 
 def test_the_moment_by_output_is_that_of_its_definition(script, model):

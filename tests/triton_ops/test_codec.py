@@ -15,6 +15,7 @@ from triton_ops.codec import (
     hadamard,
     rotation_codec,
     spectral_codec,
+    unbiased_gain,
 )
 
 
@@ -41,14 +42,29 @@ def random_spectral(heads: int, d: int, max_bits: int, kappa: float = 1.1, seed:
     )
 
 
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+@pytest.mark.parametrize("kappa", [0.8, 1.0, 1.4])
+def test_unbiased_gain_gives_a_gaussian_back(bits, kappa):
+    """The regression of what is read back on what was stored has slope one; with middle levels it is 1 / gain."""
+    x = torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
+    step, half = UNIT_STEP[bits] * kappa, 1 << (bits - 1)
+    middle = ((x / step).floor().clamp(-half, half - 1) + 0.5) * step
+    gain = unbiased_gain(bits, step)
+    products = gain * x * middle - x * x
+    assert abs(float(products.mean())) < 4 * float(products.std()) / 1024
+    assert (bits, kappa) != (2, 1.0) or gain == pytest.approx(1 / (1 - UNIT_ERROR[2]), rel=1e-4)  # the best step's
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("max_bits", [2, 4, 8])
-def test_spectral_encode_and_query_are_inverse(d, max_bits):
+def test_spectral_encode_and_query_are_inverse_up_to_the_gain(d, max_bits):
     codec = random_spectral(2, d, max_bits)
     for head in range(2):
         lowest = codec.key_digit[head] == 0
         product = codec.key_encode[head][:, lowest].T.double() @ codec.key_query[head][:, lowest].double()
-        assert torch.allclose(product, torch.eye(int(lowest.sum()), dtype=torch.float64), atol=1e-4)
+        counts = codec.key_levels[head][lowest].double().log2().int().tolist()
+        gains = torch.tensor([unbiased_gain(bits, UNIT_STEP[bits] * 1.1) for bits in counts], dtype=torch.float64)
+        assert torch.allclose(product, gains.diag(), atol=1e-4)
         # Each further digit weighs four times the one before it, and repeats the same pre-code.
         higher = (codec.key_digit[head] > 0).nonzero().squeeze(1)
         assert torch.equal(codec.key_encode[head][:, higher], codec.key_encode[head][:, higher - 1])

@@ -137,21 +137,44 @@ def real_codec(heads: int, d: int, kind: str) -> tuple[LayerCodec, PageLayout]:
     return codec, PageLayout(d, zero)
 
 
-def levels_of(rows: torch.Tensor, encoded: reference.EncodedRows, codec: LayerCodec, is_key: bool) -> torch.Tensor:
-    """Float64 values before `floor`, from the scales (and zeros, means) that a page really stores."""
+def levels_of(
+    rows: torch.Tensor, encoded: reference.EncodedRows, codec: LayerCodec, is_key: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 values before `floor`, and the size of a code's cell.
+
+    Where the codes depend on what a page really stores (scales, zeros, means), that is what they are taken from.
+    """
     rows = rows.double()
     scale = encoded.scale.double()[..., None]
     if is_key and codec.zero == "page":
-        return rows @ codec.key_encode.double() / scale + codec.key_levels[:, None].double() / 2
-    matrix = codec.key_encode if is_key else codec.value_rotation
-    return (rows @ matrix.double() - encoded.zero.double()[..., None]) / scale + 0.5
+        return rows @ codec.key_encode.double() / scale + codec.key_levels[:, None].double() / 2, scale
+    rows = rows @ (codec.key_encode if is_key else codec.value_rotation).double()
+    quantizer = codec.key_quantizer if is_key else codec.value_quantizer
+    if quantizer.kind == "minmax":
+        return (rows - encoded.zero.double()[..., None]) / scale + 0.5, scale
+    centred = rows - rows.mean(-1, keepdim=True)
+    cell = (quantizer.constant * centred.square().mean(-1, keepdim=True).sqrt()).clamp_min(reference.MIN_SCALE)
+    return centred / cell + 2.0, cell
+
+
+def stored_scales(
+    rows: torch.Tensor, encoded: reference.EncodedRows, codec: LayerCodec, is_key: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 scale and zero of ``"gauss"`` rows from the codes that a page really stores: [P, H, 128] each."""
+    rows = rows.double() @ (codec.key_encode if is_key else codec.value_rotation).double()
+    mean = rows.mean(-1, keepdim=True)
+    covered = ((rows - mean) * (encoded.codes.double() - 1.5)).sum(-1)
+    scale = (rows - mean).square().sum(-1) / covered.clamp_min(1e-30)
+    scale = scale.clamp(reference.MIN_SCALE, reference.MAX_SCALE)
+    return scale, mean[..., 0] - 1.5 * scale
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["spectral", "page", "token", "clip"])
 @pytest.mark.parametrize(("heads", "d"), [(1, 64), (2, 128), (1, 256)])
 def test_real_values_differ_only_where_rounding_decides(device, heads, d, kind):
-    """Scales within one float16 rounding of the reference's; codes equal unless the level lies at an integer.
+    """Scales within one float16 rounding of the reference's, or where they follow from the codes (``"gauss"`` with a
+    zero per token) of what the codes give; codes equal unless the level lies at an integer.
 
     A projection is a sum of d products, so its float32 error is at most (d + 4) half-ulps of sum |x||matrix|; the
     levels' error is that divided by the scale, plus a few ulps of the level itself.
@@ -170,21 +193,25 @@ def test_real_values_differ_only_where_rounding_decides(device, heads, d, kind):
     pairs = zip(reference.unpack(actual[block], layout), reference.unpack(expected[block], layout), strict=True)
     for (ours, theirs), rows, is_key in zip(pairs, tokens.split(d, -1), (True, False), strict=True):
         matrix = codec.key_encode if is_key else codec.value_rotation
-        for name in ("scale", "zero", "mean"):
-            a, b = getattr(ours, name), getattr(theirs, name)
-            if b is not None:
-                assert bool(a.isfinite().all())
-                # One float16 rounding apart at most; a zero near 0 carries the projection's absolute error.
-                slack = 2.0**-10 * b.double().abs() + 2.0**-20 * rows.double().abs().amax()
-                assert bool(((a.double() - b.double()).abs() <= slack).all()), name
-                assert float((a != b).double().mean()) < 0.01, name
+        largest = rows.double().abs().amax()
         if is_key:
             centre = codec.key_mean[:, None] if ours.mean is None else ours.mean.float()[:, :, None]
             rows = torch.where(stored, rows - centre, 0.0)
         else:
             rows = torch.where(stored, rows - codec.value_mean[:, None], 0.0)
-        level = levels_of(rows, ours, codec, is_key)
-        magnitude = rows.double().abs() @ matrix.double().abs() / ours.scale.double()[..., None]
+        expected_scales = {name: getattr(theirs, name) for name in ("scale", "zero", "mean")}
+        if theirs.zero is not None and (codec.key_quantizer if is_key else codec.value_quantizer).kind == "gauss":
+            expected_scales["scale"], expected_scales["zero"] = stored_scales(rows, ours, codec, is_key)
+        for name, b in expected_scales.items():
+            a = getattr(ours, name)
+            if b is not None:
+                assert bool(a.isfinite().all())
+                # One float16 rounding apart at most; a zero near 0 carries the projection's absolute error.
+                slack = 2.0**-10 * b.double().abs() + 2.0**-20 * largest
+                assert bool(((a.double() - b.double()).abs() <= slack).all()), name
+                assert float((a != getattr(theirs, name)).double().mean()) < 0.01, name
+        level, cell = levels_of(rows, ours, codec, is_key)
+        magnitude = rows.double().abs() @ matrix.double().abs() / cell
         bound = 2.0**-24 * ((d + 4) * magnitude + 8 * level.abs() + 8)
         near = (level - level.round()).abs() <= bound
         if is_key and codec.zero == "page":

@@ -233,9 +233,11 @@ def test_pack_and_unpack_are_inverse(d, zero):
             assert (one is None and other is None) or torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(("kind", "decibel"), [("page", 9.1), ("gauss", 9.1)])
-def test_quantizer_error_on_gaussian_rows(kind, decibel):
-    """Four uniform levels leave 0.119 of a Gaussian row's variance: 9.25 dB, a little less with kappa 1.1."""
+@pytest.mark.parametrize("kind", ["page", "gauss"])
+def test_quantizer_error_on_gaussian_rows(kind):
+    """With kappa 1.1 four levels in the middle of their cells leave 0.122 of a Gaussian row's variance, 9.1 dB, but
+    give back 0.917 of it. Further out, so that all comes back, they leave 0.1365, 8.65 dB.
+    """
     codec, layout = make_codec(1, 128, kind)
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(8, PAGE_TOKENS, 1, 128, generator=generator) for _ in range(2))
@@ -246,7 +248,9 @@ def test_quantizer_error_on_gaussian_rows(kind, decibel):
     for original, approximate in zip((key, value), decoded, strict=True):
         signal = (original - original.mean((0, 1))).square().mean()
         sqnr = 10 * math.log10(float(signal / (approximate - original).square().mean()))
-        assert sqnr > decibel, f"{sqnr:.2f} dB"
+        assert 8.6 < sqnr < 8.8, f"{sqnr:.2f} dB"
+        rows, back = (x - original.mean((0, 1)) for x in (original, approximate))
+        assert float((rows * back).sum() / rows.square().sum()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_float16_overflow_and_constant_rows_stay_finite():
