@@ -26,7 +26,7 @@ from calib.pretrained import from_pretrained
 from calib.quantizer_search import LayerChoice, QuantizerSearch
 from calib.rotation import PRESETS, Recipe
 from calib.simulate import QuantizedCache, Segments
-from calib.statistics import Statistics
+from calib.statistics import VERSION, Statistics
 from oscar_vllm.artifact import CONFIG_FILE, Artifact, model_geometry
 from oscar_vllm.errors import OscarConfigError, OscarUnsupportedError
 from triton_ops.codec import LayerCodec
@@ -329,6 +329,7 @@ def _settings(name: str, config: Any, dtype: torch.dtype, windows: list[Tensor],
     for window in windows:
         digest.update(window.numpy().tobytes())
     return {
+        "version": VERSION,
         "model": name,
         "revision": getattr(config, "_commit_hash", None),
         "geometry": model_geometry(config),

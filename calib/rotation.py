@@ -60,7 +60,7 @@ class Recipe:
         composition: rotation of values, and of keys with uniform allocation. U: eigenvectors of the target, ascending;
             H: Hadamard; P: bit-reversed order, which changes nothing while one scale covers a whole row.
         key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
-        query_weight: how queries count in M_Q: each by what its attention may lose by errors in history
+        query_weight: how queries count in M_Q: each by what its output may lose by errors in history
             (``"history"``, see `LayerStatistics.attending_moment`), or all alike.
         positions: whether queries and keys are those of all positions of the longest context (``"context"``,
             calib/positions.py) or those of the samples alone.

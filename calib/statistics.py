@@ -21,6 +21,9 @@ from calib.simulate import Segments, grouped_logits
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from triton_ops.layout import PAGE_TOKENS
 
+VERSION = 2
+"""Of what the sums mean; a file of another version is not gone on with."""
+
 QUERIES = 512
 """Query positions per sample in attending_moment, evenly spaced over those that have a history."""
 
@@ -36,8 +39,9 @@ class LayerStatistics:
         tokens: [1] tokens summed.
         queries: [1] query vectors summed per KV head (tokens * G).
         query_moment: [H, d, d] sum of q^T q over a KV head's whole group.
-        attending_moment: [H, d, d] sum of w q^T q over some of the queries, w = what the query's attention may lose by
-            errors in history: sum over the history tokens t of p_t (1 - p_t), p the attention weights.
+        attending_moment: [H, d, d] sum of w q^T q over some of the queries, w = what the query's output may lose by
+            errors of logits in history: sum over the history tokens t of |p_t (v_t - o)|^2, p the attention weights and
+            o the output, over the sample's mean of |v|^2. (An error e of one logit moves o by e p_t (v_t - o).)
         key_sum: [H, d] sum of k.
         key_moment: [H, d, d] sum of k^T k.
         page_moment: [H, d, d] sum of (k - m)^T (k - m), m the mean key of the token's 128-token page.
@@ -146,13 +150,14 @@ class LayerStatistics:
             getattr(self, name).add_(update.to("cpu", torch.float64))
 
 
-def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: Segments) -> Tensor:
+def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
     """One sample's part of `LayerStatistics.attending_moment`, [H, d, d], from evenly spaced queries with a history.
 
     Args:
         call: where the sample is from: factor and cap of the logits, learned sinks.
         query: [Hq, T, d].
         key: [H, T, d].
+        value: [H, T, d].
         segments: which tokens are history for a query.
 
     """
@@ -164,7 +169,10 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, segments: 
     for head, own in enumerate(rearrange(query[:, position], "(h g) n d -> h (g) n d", h=heads)):
         logits = grouped_logits(own, key[head : head + 1], call)[0]
         weights = attention_weights(logits.masked_fill_(future, -torch.inf), None if sinks is None else sinks[head])
-        lost = (weights * (1 - weights) * history).sum(-1) + MIN_ATTENDING
+        v = value[head].double()
+        squares, output = v.square().sum(-1), weights.double() @ v
+        distance = (squares - 2 * output @ v.T + output.square().sum(-1, keepdim=True)).clamp_min(0)
+        lost = (weights.double().square() * distance * history).sum(-1) / squares.mean() + MIN_ATTENDING
         rows = own.flatten(0, 1).double()
         moments.append((rows * lost.double().reshape(-1, 1)).mT @ rows)
     return torch.stack(moments)
@@ -198,7 +206,7 @@ class Statistics:
         heads, head_size = call.key.shape[1], call.key.shape[3]
         layer = self.layers.setdefault(call.layer, LayerStatistics.zeros(heads, head_size))
         for query, key, value, out in zip(call.query, call.key, call.value, output, strict=True):
-            attending = attending_moment(call, query, key, self.segments)
+            attending = attending_moment(call, query, key, value, self.segments)
             layer.update(query, key, value, out, attending, sink=self.segments.sink)
         # A sum of squares is finite exactly when every element is, and costs nothing to look at.
         for name in ("query", "key", "value", "output"):

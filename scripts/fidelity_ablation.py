@@ -5,18 +5,20 @@
 
 All recipes are fitted on the same bundled text and read the same other text, which no table of docs/fidelity.md uses
 (PyTorch's own documentation strings and library modules that are not in the text ``code``). Unchanged is the default
-recipe with 4 bits at most, no spreading, and kappa 1.1 for keys and values, so that nothing is chosen. The changes:
+recipe with 8 bits at most, spreading, and kappa 1 for keys and values, so that nothing is chosen. The changes:
 
 * ``key levels middle``, ``value levels middle``: codes are read back in the middle of their cells, which gives back
   less than was stored (`codec.unbiased_gain`); ``levels middle``: both.
 * ``values about their mean``: the calibrated mean value is subtracted before values are quantized.
-* ``value kappa 1.0``, ``key kappa 1.0``, ``key kappa 1.2``: instead of 1.1.
+* ``value kappa 1.1``, ``key kappa 1.1``, ``key kappa 1.2``: instead of 1.
+* ``4 bits``, ``no spreading``, ``4 bits, no spreading``: the other candidates of the default.
 * ``value basis W_O``: values' rotation from the eigenvectors of the outputs' moment as W_O reads it, G^(1/2) C G^(1/2)
   with G = W_O^T W_O of the head's group.
 * ``value basis plain``: from the values' own moment.
 * ``value basis none``: a Hadamard rotation alone.
-* ``queries by output``: M_Q with each query weighted by what its output, as W_O reads it, may lose by errors of logits
-  in history: sum over t of p_t^2 |W_O (v_t - o)|^2, instead of sum over t of p_t (1 - p_t).
+* ``queries by attention``: M_Q with each query weighted by what its attention may lose by errors in history, sum over t
+  of p_t (1 - p_t), instead of what its output may lose (`LayerStatistics.attending_moment`).
+* ``queries by W_O``: by what its output, as W_O reads it, may lose: sum over t of p_t^2 |W_O (v_t - o)|^2.
 * ``kappa by layer``, ``kappa by head``: of keys, the best of `KEY_CONSTANTS` by the attention's KL on held-out text.
 
 The ratio is of mean KL; its standard error is over blocks of 64 positions, paired (ratio estimator).
@@ -61,7 +63,7 @@ from calib.quantizer_search import KEY_CONSTANTS
 from calib.quantizer_search import QUERIES as SEARCHED_QUERIES
 from calib.rotation import Recipe, layer_basis, rotation
 from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys, segmented_attention
-from calib.statistics import QUERIES, LayerStatistics, Statistics
+from calib.statistics import MIN_ATTENDING, QUERIES, LayerStatistics, Statistics
 from oscar_vllm.errors import OscarConfigError
 from triton_ops.codec import UNIT_STEP, LayerCodec, unbiased_gain
 from triton_ops.reference import MIN_SCALE
@@ -69,8 +71,8 @@ from triton_ops.reference import MIN_SCALE
 FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
           "calibration_tokens", "seed", "commit", "versions", "command")  # fmt: skip
 
-UNCHANGED = Recipe(max_bits=4, spread="none")
-KAPPA = 1.1
+UNCHANGED = Recipe(max_bits=8, spread="groups")
+KAPPA = 1.0
 MODULES = ("turtle", "doctest", "difflib", "inspect", "optparse", "mailbox", "imaplib", "pickletools", "statistics")
 """Modules of the standard library in the text."""
 
@@ -89,8 +91,9 @@ def output_metric(call: AttentionCall) -> Tensor:
     return weight @ weight.mT
 
 
-def moment_by_output(call: AttentionCall, segments: Segments) -> Tensor:
-    """`LayerStatistics.attending_moment` of one sample with the weight of ``queries by output``, [H, d, d] float64."""
+def other_moments(call: AttentionCall, segments: Segments) -> tuple[Tensor, Tensor]:
+    """`LayerStatistics.attending_moment` of one sample with the weights of ``queries by W_O`` and ``queries by
+    attention``, [H, d, d] float64 each."""
     query, key, value = call.query[0], call.key[0], call.value[0].double()
     length = key.shape[1]
     position = segments.query_positions(length, QUERIES, key.device)
@@ -104,10 +107,14 @@ def moment_by_output(call: AttentionCall, segments: Segments) -> Tensor:
     squares = ((value[:, None] @ metric) * value[:, None]).sum(-1)  # [H, G, T]
     read = output @ metric
     distance = squares[:, :, None] - 2 * read @ value[:, None].mT + (read * output).sum(-1, keepdim=True)
-    lost = (weights.square() * distance * history).sum(-1)  # [H, G, n]
-    lost = lost / lost.mean() + 1e-6
+    by_output = (weights.square() * distance * history).sum(-1)  # [H, G, n]
+    by_attention = (weights * (1 - weights) * history).sum(-1)
     rows = rearrange(query.double(), "(h g) n d -> h (g n) d", h=key.shape[0])
-    return (rows * rearrange(lost, "h g n -> h (g n) 1")).mT @ rows
+
+    def moment(lost: Tensor) -> Tensor:
+        return (rows * (rearrange(lost, "h g n -> h (g n) 1") + MIN_ATTENDING)).mT @ rows
+
+    return moment(by_output / by_output.mean()), moment(by_attention)
 
 
 class KappaSearch:
@@ -208,11 +215,12 @@ def changes(
     """Change -> handler that attends with it; the unchanged recipe's first."""
     statistics = Statistics(segments)
     by_output: dict[int, Tensor] = {}
+    by_attention: dict[int, Tensor] = {}
     metric: dict[int, Tensor] = {}
 
     def observe(call: AttentionCall) -> Tensor:
-        moment = moment_by_output(call, segments).cpu()
-        by_output[call.layer] = by_output.get(call.layer, torch.zeros(1, dtype=torch.float64)) + moment
+        for sums, moment in zip((by_output, by_attention), other_moments(call, segments), strict=True):
+            sums[call.layer] = sums.get(call.layer, torch.zeros(1, dtype=torch.float64)) + moment.cpu()
         metric[call.layer] = output_metric(call).sum(1).cpu()
         return statistics.observe(call)
 
@@ -234,13 +242,17 @@ def changes(
         "unchanged": unchanged,
         "key levels middle": middle,
         "values about their mean": fitted(statistics, replace(UNCHANGED, centre="values")),
-        "value kappa 1.0": fitted(statistics, value_kappa=1.0),
-        "key kappa 1.0": fitted(statistics, key_kappa=1.0),
+        "value kappa 1.1": fitted(statistics, value_kappa=1.1),
+        "key kappa 1.1": fitted(statistics, key_kappa=1.1),
         "key kappa 1.2": fitted(statistics, key_kappa=1.2),
+        "4 bits": fitted(statistics, replace(UNCHANGED, max_bits=4)),
+        "no spreading": fitted(statistics, replace(UNCHANGED, spread="none")),
+        "4 bits, no spreading": fitted(statistics, replace(UNCHANGED, max_bits=4, spread="none")),
         "value basis W_O": fitted(statistics, output_moment=read_by),
         "value basis plain": fitted(statistics, replace(UNCHANGED, value_target="value")),
         "value basis none": {i: replace(codec, value_rotation=hadamards[i]) for i, codec in unchanged.items()},
-        "queries by output": fitted(statistics, attending_moment=by_output),
+        "queries by attention": fitted(statistics, attending_moment=by_attention),
+        "queries by W_O": fitted(statistics, attending_moment=by_output),
         "kappa by layer": search.codecs(by_head=False),
         "kappa by head": search.codecs(by_head=True),
     }

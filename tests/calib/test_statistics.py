@@ -80,16 +80,20 @@ def test_output_moment_is_v_s_s_v(collected):
     torch.testing.assert_close(layer.output_moment, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
-def test_attending_moment_weights_queries_by_their_attention_to_history(collected):
+def test_attending_moment_weights_queries_by_what_their_outputs_may_lose_in_history(collected):
     layer, calls = collected
     heads, expected = layer.num_kv_heads, 0.0
-    for query, key, _, scaling in calls:
+    for query, key, value, scaling in calls:
         group = query.shape[0] // heads
         logits = query @ key.repeat_interleave(group, 0).mT * scaling
         at, token = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
         weights = logits.masked_fill(token > at, -torch.inf).softmax(-1)
         history = (token >= SINK) & (token <= at - SEGMENTS.recent)
-        lost = (weights * (1 - weights) * history).sum(-1)[:, SINK + SEGMENTS.recent :] + 1e-6
+        v = value.repeat_interleave(group, 0)
+        moved = weights[..., None] * (v[:, None] - (weights @ v)[:, :, None])  # [Hq, n, T, d]: by an error of one
+        squares = value.square().sum(-1).mean(1).repeat_interleave(group, 0)[:, None]
+        lost = (moved.square().sum(-1) * history).sum(-1) / squares
+        lost = lost[:, SINK + SEGMENTS.recent :] + 1e-6
         rows = query[:, SINK + SEGMENTS.recent :]
         moment = (rows * lost[..., None]).mT @ rows
         expected = expected + rearrange(moment, "(h g) d e -> h g d e", h=heads).sum(1)

@@ -52,7 +52,7 @@ def test_unbiased_gain_gives_a_gaussian_back(bits, kappa):
     gain = unbiased_gain(bits, step)
     products = gain * x * middle - x * x
     assert abs(float(products.mean())) < 4 * float(products.std()) / 1024
-    assert (bits, kappa) != (2, 1.0) or gain == pytest.approx(1 / (1 - UNIT_ERROR[2]), rel=1e-4)  # the best step's
+    assert (bits, kappa) != (2, 1.0) or gain == pytest.approx(1 + UNIT_ERROR[2], rel=1e-4)  # the best step's
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -113,13 +113,17 @@ def test_unit_steps_are_the_best_ones(bits):
     density = torch.exp(-x * x / 2)
     density /= density.sum()
 
-    def error(step: float) -> float:
+    def error(step: float, gain: float) -> float:
         code = (x / step + 2 ** (bits - 1)).floor().clamp(0, 2**bits - 1)
-        return float((density * ((code - (2**bits - 1) / 2) * step - x).square()).sum())
+        return float((density * (gain * (code - (2**bits - 1) / 2) * step - x).square()).sum())
 
-    best = error(UNIT_STEP[bits])
-    assert best == pytest.approx(UNIT_ERROR[bits], rel=1e-3)
-    assert best <= min(error(UNIT_STEP[bits] * f) for f in (0.99, 1.01))
+    def unbiased(step: float) -> float:
+        return error(step, unbiased_gain(bits, step))
+
+    assert unbiased(UNIT_STEP[bits]) == pytest.approx(UNIT_ERROR[bits], rel=1e-3)
+    for step in (0.99 * UNIT_STEP[bits], 1.01 * UNIT_STEP[bits]):
+        assert unbiased(UNIT_STEP[bits]) <= unbiased(step)
+        assert error(UNIT_STEP[bits], 1.0) <= error(step, 1.0)
 
 
 def test_hadamard_is_orthogonal_and_bit_reversal_a_permutation():
