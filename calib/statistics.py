@@ -169,12 +169,12 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     for head, own in enumerate(rearrange(query[:, position], "(h g) n d -> h (g) n d", h=heads)):
         logits = grouped_logits(own, key[head : head + 1], call)[0]
         weights = attention_weights(logits.masked_fill_(future, -torch.inf), None if sinks is None else sinks[head])
-        v = value[head].double()
-        squares, output = v.square().sum(-1), weights.double() @ v
+        weights, v = weights.double(), value[head].double()
+        squares, output = v.square().sum(-1), weights @ v
         distance = (squares - 2 * output @ v.T + output.square().sum(-1, keepdim=True)).clamp_min(0)
-        lost = (weights.double().square() * distance * history).sum(-1) / squares.mean() + MIN_ATTENDING
+        lost = (weights.square() * distance * history).sum(-1) / squares.mean() + MIN_ATTENDING
         rows = own.flatten(0, 1).double()
-        moments.append((rows * lost.double().reshape(-1, 1)).mT @ rows)
+        moments.append((rows * lost.reshape(-1, 1)).mT @ rows)
     return torch.stack(moments)
 
 
