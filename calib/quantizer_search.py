@@ -23,8 +23,8 @@ KEY_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2, 1.4), "minmax": (0.9, 0.94, 0.96,
 VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1.0)}
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
-SPECTRAL_KAPPA = 1.0
-"""kappa of keys with spectral allocation: the least error of unbiased levels. A search by layer finds others, by
+SPECTRAL_KAPPA = 1.1
+"""kappa of keys with spectral allocation. A search by layer finds others, by
 attention KL, and the model's own KL is worse by 10 % then (docs/fidelity.md, "What was tried")."""
 
 QUERIES = 128

@@ -153,7 +153,7 @@ def test_the_longest_context_is_the_models_unless_another_is_asked_for(tmp_path,
     model = random_model()
     near, far = (calibrate(model, tmp_path / str(n), max_position=n, **FAST).artifact for n in (512, None))
     reference = calibrate(model, tmp_path / "reference", recipe=PRESETS["reference"], **FAST).artifact
-    samples = calibrate(model, tmp_path / "samples", recipe=Recipe(positions="samples", key_constant=1.0), **FAST)
+    samples = calibrate(model, tmp_path / "samples", recipe=Recipe(positions="samples", key_constant=1.1), **FAST)
     assert [artifact.max_position for artifact in (near, far, reference)] == [512, 4096, None]
     assert samples.artifact.max_position == 512
     assert not torch.equal(near.layers[0].key_encode, far.layers[0].key_encode)
