@@ -450,7 +450,7 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
 
 
 def hadamard_codecs(num_layers: int, num_kv_heads: int, head_size: int, zero: Zero = "page") -> dict[int, LayerCodec]:
-    """Codecs that need no data: Hadamard rotations, `gauss` with kappa 1.1.
+    """Codecs that need no data: Hadamard rotations, `gauss` with kappa 1.1 (1.2 for keys about their page's mean).
 
     Heads that are padded are rotated with their padding, by a Hadamard matrix of the page's head size: every rotated
     element is a sum over all real ones, so none is padding where a row's deviation is taken.
@@ -474,7 +474,7 @@ def hadamard_codecs(num_layers: int, num_kv_heads: int, head_size: int, zero: Ze
         rotation,
         rotation,
         zero=zero,
-        key_quantizer=Quantizer("gauss", 1.1),
+        key_quantizer=Quantizer("gauss", 1.2 if zero == "page" else 1.1),
         value_quantizer=Quantizer("gauss", 1.1),
     )
     return dict.fromkeys(range(num_layers), codec)

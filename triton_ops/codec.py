@@ -232,7 +232,7 @@ def rotation_codec(
         value_rotation: [H, d, d] orthogonal.
         zero: see `LayerCodec`.
         key_quantizer: with ``zero="page"`` it must be ``"gauss"``; levels are then ±½, ±1½ times
-            kappa * rms(row), times their `unbiased_gain`.
+            kappa * rms(row).
         value_quantizer: quantizer of the rotated values.
         key_mean: [H, d] calibrated mean key in the model's basis, only with ``zero="token"``.
         value_mean: [H, d] calibrated mean value in the model's basis.
@@ -246,7 +246,7 @@ def rotation_codec(
     return LayerCodec(
         zero=zero,
         key_encode=(key_rotation.double() / kappa).float(),
-        key_query=(key_rotation.double() * (kappa * unbiased_gain(2, kappa) if zero == "page" else 1.0)).float(),
+        key_query=(key_rotation.double() * kappa).float(),
         key_levels=torch.full((heads, d), 4, dtype=torch.int32),
         key_digit=torch.zeros(heads, d, dtype=torch.int32),
         key_weight=torch.full((heads, d), kappa * kappa / d),
