@@ -327,8 +327,8 @@ def test_speculation(runs: dict[str, Finished], job: str, method: str) -> None:
 
 def test_lora(runs: dict[str, Finished]) -> None:
     """Another answer with the adapter, and no hit on what was cached without it."""
-    assert_kernels_agree(runs["text"], ("plain",))
-    assert_kernels_agree(runs["text"], ("adapted",))
+    # Together: where answers part after three tokens, nine numbers say nothing about the effect of the cache.
+    assert_kernels_agree(runs["text"], ("plain", "adapted"))
     results = runs["text"]["int2"]
     pairs = list(zip(results["plain"][0], results["adapted"][0], strict=True))
     assert all(plain["token_ids"] != adapted["token_ids"] for plain, adapted in pairs)
