@@ -4,7 +4,8 @@
     python scripts/fidelity_plots.py      # needs matplotlib
 
 Drawn are rows with the default BF16 segments whose windows start a context. Layers and calibration sizes: the newest
-row of every model, text and configuration. Caches: the newest run of a model that compares the default with others.
+row of every model, text and configuration. Caches: the newest run of a model that compares the default with others, and
+the newest rows of the rest on the same windows.
 """
 
 import argparse
@@ -43,13 +44,18 @@ def newest(path: Path, *keys: str) -> list[dict[str, str]]:
 
 
 def comparison(path: Path, text: str, configurations: tuple[str, ...]) -> dict[str, dict[str, dict[str, str]]]:
-    """Model -> configuration -> row, all of one run: the newest with ``"default"`` and another configuration."""
+    """Model -> configuration -> row: the newest run with ``"default"`` and another configuration; for caches it lacks
+    the newest row on as many windows of that length."""
     runs: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    alike: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in measured(path):
         if (row["text"], row["engine"]) == (text, "transformers") and row["configuration"] in configurations:
-            run = runs.setdefault((row["model"], row["commit"], row["command"]), {})
-            run[row["configuration"]] = row
-    return {model: run for (model, *_), run in runs.items() if "default" in run and len(run) > 1}
+            for group, key in ((runs, ("commit", "command")), (alike, ("windows", "tokens"))):
+                group.setdefault((row["model"], *(row[name] for name in key)), {})[row["configuration"]] = row
+    chosen = {model: run for (model, *_), run in runs.items() if "default" in run and len(run) > 1}
+    return {
+        model: alike[model, run["default"]["windows"], run["default"]["tokens"]] | run for model, run in chosen.items()
+    }
 
 
 def distinct(values: Iterable) -> list:

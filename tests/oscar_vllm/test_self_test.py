@@ -15,6 +15,7 @@ from oscar_vllm.self_test import LayerKernels, self_test, self_test_once
 from tests.oscar_vllm.test_backend import flash
 from tests.triton_ops.step_cases import INTERPRETED
 from tests.triton_ops.test_attend_decode import make_codec
+from triton_ops import reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 GRID = {"multiprocessors": 4, "capability": (9, 0)} if INTERPRETED else {}
@@ -74,6 +75,36 @@ def no_sink(original):
     return lambda **arguments: original(**arguments | {"sink": 0})
 
 
+def value_scales(original, change):
+    """Value codes and scales [..., 128] as `change` leaves them, in the first page, when it is written."""
+
+    def kernel(**arguments):
+        original(**arguments)
+        if int(arguments["query_start_loc"][1]) < int(arguments["seq_lens"][0]):
+            return  # not the first step
+        page, layout = arguments["pages"][int(arguments["page_table"][0, 0])], arguments["layout"]
+        keys, values = reference.unpack(page, layout)
+        change(values)
+        page.copy_(reference.pack(keys, values, layout))
+
+    return kernel
+
+
+def larger_value_scales(original):
+    """Value scales that do not belong to the codes."""
+    return value_scales(original, lambda values: values.scale.mul_(1.01))
+
+
+def another_tie(original):
+    """One value that lay between two codes, and the scale of its row, which follows from the codes."""
+
+    def change(values):
+        values.codes[..., 100, 5] ^= 1
+        values.scale[..., 100] *= 1.01
+
+    return value_scales(original, change)
+
+
 def wrong_scale(original):
     """Logits 1 % too large."""
     return lambda **arguments: original(**arguments | {"scale": 1.01 * arguments["scale"]})
@@ -107,6 +138,7 @@ WRONG = {
     "append-lost": ("append", one_token_lost, "append.*wrong results.*window blocks of the prompts"),
     "demote-swapped": ("demote", swapped, "demote.*wrong results.*key codes of the prompts"),
     "demote-sink": ("demote", no_sink, "demote.*wrong results"),
+    "demote-scales": ("demote", larger_value_scales, "demote.*wrong results.*value scales of the prompts"),
     "prefill-window": ("prefill.attend_prefill", off_by_one_window, "attend_prefill with FlashAttention.*wrong"),
     "prefill-merge": ("prefill.flash_attention", no_merge, "attend_prefill with FlashAttention.*wrong"),
     "prefill-gathered": ("prefill.flash_attention", wrong_lse, "gather with FlashAttention.*wrong"),
@@ -142,6 +174,11 @@ def test_a_wrong_kernel_is_named(monkeypatch, case):
     assert "\n" not in text
     for part in ("start-up self-test on ", "2 query and 1 KV heads of size 64", "not served", "doctor"):
         assert part in text
+
+
+def test_values_between_two_codes_may_fall_either_way(monkeypatch):
+    monkeypatch.setattr(module, "demote", another_tie(module.demote))
+    self_test(layer(), DEVICE, **GRID)
 
 
 def no_cap(original):

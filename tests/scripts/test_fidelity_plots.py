@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
-COLUMNS = ("model", "configuration", "text", "sink", "recent", "kl", "commit", "command", "engine")
+COLUMNS = (
+    "model", "configuration", "text", "sink", "recent", "kl", "commit", "command", "engine", "windows", "tokens",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +27,16 @@ def test_the_defaults_bars_are_the_first_table_of_the_document(script):
     runs = script.comparison(script.RESULTS / "fidelity.csv", "manual", script.CACHES)
     order = ("smollm2", "qwen0.5b", "qwen1.5b", "gemma270m")
     figures = [round(float(runs[model]["default"]["kl"]), 4) for model in order]
-    assert figures == [0.0163, 0.0096, 0.0042, 0.0143]
+    assert figures == [0.0122, 0.0065, 0.0028, 0.0081]
 
 
 def test_other_segments_and_other_places_in_a_context_are_left_out(script, tmp_path):
     plain = dict(
-        zip(COLUMNS, ("m", "default (0a)", "manual", "64", "256", "1", "c", "run", "transformers"), strict=True)
-    )
+        zip(
+            COLUMNS, ("m", "default (0a)", "manual", "64", "256", "1", "c", "run", "transformers", "4", "2048"),
+            strict=True,
+        )
+    )  # fmt: skip
     rows = [
         plain,
         plain | {"configuration": "kivi2", "kl": "2"},
@@ -42,14 +47,19 @@ def test_other_segments_and_other_places_in_a_context_are_left_out(script, tmp_p
         plain | {"command": "run --start=4000", "kl": "6"},
     ]
     alone = plain | {"command": "another run without other caches", "kl": "7"}
+    earlier = [
+        plain | {"commit": "b", "configuration": name, "kl": kl, "windows": windows}
+        for name, kl, windows in (("reference", "8", "4"), ("kivi2", "9", "4"), ("turboquant3", "10", "8"))
+    ]
     path = tmp_path / "fidelity.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows([*rows, alone])
-    assert [row["kl"] for row in script.newest(path, "configuration")] == ["7", "2", "0"]
+        writer.writerows([*earlier, *rows, alone])
+    newest = {row["configuration"]: row["kl"] for row in script.newest(path, "configuration")}
+    assert newest == {"reference": "8", "kivi2": "2", "turboquant3": "10", "default": "7", "bf16": "0"}
     runs = script.comparison(path, "manual", script.CACHES)
-    assert {name: row["kl"] for name, row in runs["m"].items()} == {"default": "1", "kivi2": "2"}
+    assert {name: row["kl"] for name, row in runs["m"].items()} == {"reference": "8", "kivi2": "2", "default": "1"}
 
 
 def test_help_draws_nothing(script, monkeypatch, capsys):
