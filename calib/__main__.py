@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     recipe.add_argument("--ridge", type=float,
                         help="regularization of the queries' covariance, in its mean diagonals (1e-4)")
     recipe.add_argument("--key-constant", type=float,
-                        help="kappa (gauss, 0.5 to 4) or clip quantile (minmax, at most 1) of keys (1.1; searched with "
+                        help="kappa (gauss, above 0) or clip quantile (minmax, at most 1) of keys (1.1; searched with "
                         "--allocation uniform)")
     recipe.add_argument("--value-constant", type=float, help="likewise of values (default: searched)")
     return top

@@ -11,6 +11,7 @@ Values always use a rotation: their spectrum is flat, and a dropped direction wo
 tokens does not remove.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ class Recipe:
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
         centre: calibrated means to subtract; keys only with ``zero="token"``.
-        key_constant: the quantizer's constant for keys, 0.5 to 4 (``"minmax"``: above 0, at most 1); None:
+        key_constant: the quantizer's constant for keys, above 0 (``"minmax"``: at most 1); None:
             `quantizer_search.SPECTRAL_KAPPA` with spectral allocation, else searched per layer on held-out text.
         value_constant: likewise for values, always searched.
 
@@ -108,9 +109,9 @@ class Recipe:
         if not 0.0 < self.ridge < 1.0:
             raise OscarConfigError(f"--ridge {self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
         for name in ("key_constant", "value_constant"):
-            constant, minmax = getattr(self, name), self.quantizer == "minmax"
-            if constant is not None and not (0.0 < constant <= 1.0 if minmax else 0.5 <= constant <= 4.0):
-                allowed = "above 0 and at most 1" if minmax else "from 0.5 to 4"
+            constant, upper = getattr(self, name), 1.0 if self.quantizer == "minmax" else math.inf
+            if constant is not None and not (0.0 < constant <= upper and math.isfinite(constant)):
+                allowed = "above 0 and at most 1" if self.quantizer == "minmax" else "above 0"
                 raise OscarConfigError(
                     f"{flag(name)} {constant} is out of range; with --quantizer {self.quantizer} use a value {allowed}"
                 )

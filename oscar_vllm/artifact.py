@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
-from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec
+from triton_ops.codec import UNIT_STEP, LayerCodec, Quantizer, hadamard, rotation_codec, unbiased_gain
 from triton_ops.layout import Zero, page_head_size
 
 CONFIG_FILE = "oscar_config.json"
@@ -42,8 +42,6 @@ _GEOMETRY = ("model_type", *_COUNTS, "rope_theta", "rope_type", "rope_factor")
 ORTHOGONALITY_TOLERANCE = 1e-4
 INVERSE_TOLERANCE = 1e-3
 """Largest |E^T Q - gain|; encode and query matrices are rounded to float32 after a whitening of condition up to 1e4."""
-GAINS = 0.4, 2.5
-"""Gains of levels (`codec.unbiased_gain`) that a calibration can give: those of the kappas that `Recipe` allows."""
 
 
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default", "telechat3-yarn": "yarn"}
@@ -431,16 +429,18 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
     if not torch.equal(encode, base_encode) or bool(((query - base_query).abs() > 1e-6 * base_query.abs()).any()):
         raise OscarArtifactError(f"layer {index}: the columns of a direction's digits do not belong together")
     product = (encode.mT @ query) / weight[:, None]
-    # Directions of equal bits share the gain of the levels that are read back (codec.unbiased_gain).
-    equal = codec.key_levels[:, :, None] == codec.key_levels[:, None, :]
-    gain = (equal * product.diagonal(dim1=1, dim2=2)[:, None, :]).sum(2) / equal.sum(2)
-    error = (product - gain[:, :, None] * same).abs().amax((1, 2))
-    low, high = GAINS if codec.zero == "page" else (1.0 - INVERSE_TOLERANCE, 1.0 + INVERSE_TOLERANCE)
-    if error.max() > INVERSE_TOLERANCE or not (low <= gain.min() and gain.max() <= high):
+    # Levels are read back from the middle of their cells, or all with the gain that makes them unbiased.
+    gains = [torch.ones_like(weight)]
+    if codec.zero == "page":
+        unbiased = torch.ones_like(weight)
+        for bits, step in UNIT_STEP.items():
+            unbiased[codec.key_levels == 2**bits] = unbiased_gain(bits, step * codec.key_quantizer.constant)
+        gains.append(unbiased)
+    error = torch.stack([(product - gain[:, None] * same).abs().amax((1, 2)) for gain in gains]).amin(0)
+    if error.max() > INVERSE_TOLERANCE:
         raise OscarArtifactError(
-            f"layer {index}, KV head {int(error.argmax())}: key_encode and key_query are not inverse to each other up "
-            f"to a gain, max|E^T Q - gain| = {error.max():.2e} (at most {INVERSE_TOLERANCE:.0e}), gain "
-            f"{gain.min():.3f} to {gain.max():.3f} (must lie in {low} to {high})"
+            f"layer {index}, KV head {int(error.argmax())}: key_encode and key_query are not inverse to each other, "
+            f"max|E^T Q - gain| = {error.max():.2e} > {INVERSE_TOLERANCE:.0e}"
         )
     if codec.zero == "page" and bool((codec.key_weight <= 0).any()):
         raise OscarArtifactError(f"layer {index}: key_weight must be positive")
