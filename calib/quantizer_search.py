@@ -24,8 +24,8 @@ VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
 SPECTRAL_KAPPA = 1.1
-"""kappa of keys with spectral allocation. A search by layer finds others, by
-attention KL, and the model's own KL is worse by 10 % then (docs/fidelity.md, "What was tried")."""
+"""kappa of keys with spectral allocation. A search by layer, by attention KL, gained 5 % of one model's own KL and
+nothing of two others' (docs/fidelity.md, "Levels and queries")."""
 
 QUERIES = 128
 """Query positions judged per sample, evenly spaced over those that have a history."""

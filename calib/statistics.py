@@ -20,6 +20,7 @@ from calib.capture import AttentionCall, attention_weights
 from calib.simulate import Segments, grouped_logits
 from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from triton_ops.layout import PAGE_TOKENS
+from triton_ops.reference import TINY
 
 VERSION = 2
 """Of what the sums mean; a file of another version is not gone on with."""
@@ -172,7 +173,7 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
         weights, v = weights.double(), value[head].double()
         squares, output = v.square().sum(-1), weights @ v
         distance = (squares - 2 * output @ v.T + output.square().sum(-1, keepdim=True)).clamp_min(0)
-        lost = (weights.square() * distance * history).sum(-1) / squares.mean() + MIN_ATTENDING
+        lost = (weights.square() * distance * history).sum(-1) / squares.mean().clamp_min(TINY) + MIN_ATTENDING
         rows = own.flatten(0, 1).double()
         moments.append((rows * lost.reshape(-1, 1)).mT @ rows)
     return torch.stack(moments)

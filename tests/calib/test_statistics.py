@@ -101,6 +101,19 @@ def test_attending_moment_weights_queries_by_what_their_outputs_may_lose_in_hist
     torch.testing.assert_close(layer.attending_moment, expected, rtol=0, atol=1e-5 * scale)
 
 
+def test_a_head_without_values_has_a_moment_too():
+    """Its outputs can lose nothing; every query counts a little, alike."""
+    statistics = Statistics(SEGMENTS)
+    model = random_model(kv_heads=2, group=1, layers=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[:64] = 0.0
+        with intercept_attention(model, statistics.observe):
+            model(SAMPLES[0][None], use_cache=False)
+    moments = statistics.layers[0].attending_moment
+    assert bool(moments.isfinite().all())
+    assert 0 < float(moments[0].trace()) < 1e-3 * float(moments[1].trace())
+
+
 def test_mean_field_weights_are_query_energies_of_mean_one(collected):
     layer, calls = collected
     expected = 0.0
