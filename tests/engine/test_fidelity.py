@@ -18,6 +18,7 @@ from calib.simulate import QuantizedCache, Segments
 from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
 from tests.engine.conftest import OSCAR, ROOT, Engines, environment
 from tests.engine.models import Geometry, prompts
+from tests.engine.test_invariant_prefill import ROUNDED
 from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, hadamard, spectral_codec
 from triton_ops.layout import page_head_size
 
@@ -46,10 +47,18 @@ def logprobs(model: torch.nn.Module, token_ids: list[int], cache: QuantizedCache
 def assert_greedy(
     model: torch.nn.Module, codecs: Mapping[int, LayerCodec], prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    """The answers' tokens are the most likely ones of ``model`` with a cache of these codecs."""
+    """The answers' tokens are the most likely ones of ``model`` with a cache of these codecs.
+
+    But for ties: both sum float32 in another order, and a number between two codes may fall either way
+    (test_invariant_prefill.py derives what that moves). At most one token in a hundred, and none by more than that.
+    """
     for prompt, generated in zip(prompts, answers, strict=True):
         expected = logprobs(model, prompt + generated[:-1], DecodingCache(codecs, SEGMENTS, len(prompt)))
-        assert expected[len(prompt) - 1 :].argmax(-1).tolist() == generated, f"prompt of {len(prompt)} tokens"
+        expected = expected[len(prompt) - 1 :]
+        behind = expected.amax(-1) - expected.gather(1, torch.tensor(generated)[:, None])[:, 0]
+        print(f"prompt of {len(prompt)} tokens: {int((behind > 0).sum())} ties, up to {float(behind.max()):.4f} nats")
+        assert float(behind.max()) <= 2 * ROUNDED, f"prompt of {len(prompt)} tokens"
+        assert int((behind > 0).sum()) <= len(generated) // 100, f"prompt of {len(prompt)} tokens"
 
 
 def spectral_codecs(geometry: Geometry) -> dict[int, LayerCodec]:

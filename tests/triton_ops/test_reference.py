@@ -236,7 +236,7 @@ def test_pack_and_unpack_are_inverse(d, zero):
 @pytest.mark.parametrize("kind", ["page", "gauss"])
 def test_quantizer_error_on_gaussian_rows(kind):
     """With kappa 1.1 four levels in the middle of their cells leave 0.122 of a Gaussian row's variance, 9.1 dB, but
-    give back 0.917 of it. Further out, so that all comes back, they leave 0.1365, 8.65 dB.
+    give back 0.917 of it (keys about a page's mean). Further out, so that all comes back, they leave 0.1365, 8.65 dB.
     """
     codec, layout = make_codec(1, 128, kind)
     generator = torch.Generator().manual_seed(0)
@@ -245,12 +245,14 @@ def test_quantizer_error_on_gaussian_rows(kind):
     first = torch.full((8,), PAGE_TOKENS)
     page = reference.encode_pages(key, value, first, codec=codec, layout=layout, sink=64)
     decoded = reference.dequantize(page, codec=codec, layout=layout)
-    for original, approximate in zip((key, value), decoded, strict=True):
+    for name, original, approximate in zip(("key", "value"), (key, value), decoded, strict=True):
+        middle = (name, kind) == ("key", "page")
         signal = (original - original.mean((0, 1))).square().mean()
         sqnr = 10 * math.log10(float(signal / (approximate - original).square().mean()))
-        assert 8.6 < sqnr < 8.8, f"{sqnr:.2f} dB"
+        least = 9.1 if middle else 8.6
+        assert least < sqnr < least + 0.2, f"{sqnr:.2f} dB"
         rows, back = (x - original.mean((0, 1)) for x in (original, approximate))
-        assert float((rows * back).sum() / rows.square().sum()) == pytest.approx(1.0, abs=0.01)
+        assert float((rows * back).sum() / rows.square().sum()) == pytest.approx(0.917 if middle else 1.0, abs=0.01)
 
 
 def test_float16_overflow_and_constant_rows_stay_finite():
