@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
-from triton_ops.codec import UNIT_STEP, LayerCodec, Quantizer, hadamard, rotation_codec, unbiased_gain
+from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec, unbiased_gains
 from triton_ops.layout import Zero, page_head_size
 
 CONFIG_FILE = "oscar_config.json"
@@ -432,10 +432,7 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
     # Levels are read back from the middle of their cells, or all with the gain that makes them unbiased.
     gains = [torch.ones_like(weight)]
     if codec.zero == "page":
-        unbiased = torch.ones_like(weight)
-        for bits, step in UNIT_STEP.items():
-            unbiased[codec.key_levels == 2**bits] = unbiased_gain(bits, step * codec.key_quantizer.constant)
-        gains.append(unbiased)
+        gains.append(unbiased_gains(codec.key_levels, codec.key_quantizer.constant))
     error = torch.stack([(product - gain[:, None] * same).abs().amax((1, 2)) for gain in gains]).amin(0)
     if error.max() > INVERSE_TOLERANCE:
         raise OscarArtifactError(

@@ -65,7 +65,7 @@ from calib.rotation import Recipe, layer_basis, rotation
 from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys, segmented_attention
 from calib.statistics import MIN_ATTENDING, QUERIES, LayerStatistics, Statistics
 from oscar_vllm.errors import OscarConfigError
-from triton_ops.codec import UNIT_STEP, LayerCodec, unbiased_gain
+from triton_ops.codec import LayerCodec, unbiased_gains
 from triton_ops.reference import MIN_SCALE
 
 FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
@@ -175,11 +175,7 @@ def fitted(
 
 def middle_keys(codec: LayerCodec) -> LayerCodec:
     """The codec with key levels in the middle of their cells."""
-    bits = codec.key_levels.double().log2().int()
-    gains = torch.ones(9)
-    for count, step in UNIT_STEP.items():
-        gains[count] = unbiased_gain(count, step * KAPPA)
-    return replace(codec, key_query=codec.key_query / gains[bits][:, None])
+    return replace(codec, key_query=codec.key_query / unbiased_gains(codec.key_levels, KAPPA).float()[:, None])
 
 
 def middle_values(value: Tensor, codec: LayerCodec) -> Tensor:

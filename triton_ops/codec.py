@@ -30,7 +30,8 @@ class Quantizer:
 
     Attributes:
         kind: ``"gauss"``: cells of constant * standard deviation of the row, and levels that give the row back as large
-            as it was; ``"minmax"``: clip at the row's quantile of \\|x\\|, then minimum and maximum.
+            as it was (but for keys about their page's mean: `rotation_codec`, `spectral_codec`); ``"minmax"``: clip at
+            the row's quantile of \\|x\\|, then minimum and maximum.
         constant: kappa for ``"gauss"`` (> 0), the clip quantile in (0, 1] for ``"minmax"`` (1 = no clipping).
 
     """
@@ -188,6 +189,15 @@ def unbiased_gain(bits: int, step: float) -> float:
     return 1.0 / (2 * sum((i + 0.5) * step * (edges[i] - edges[i + 1]) for i in range(half)))
 
 
+def unbiased_gains(levels: Tensor, kappa: float) -> Tensor:
+    """`unbiased_gain` of directions with ``levels`` (`LayerCodec.key_levels`; any shape, which the result has) and steps
+    of kappa * `UNIT_STEP`, float64."""
+    gains = torch.ones(levels.shape, dtype=torch.float64)
+    for bits, step in UNIT_STEP.items():
+        gains[levels == 2**bits] = unbiased_gain(bits, step * kappa)
+    return gains
+
+
 def allocate_bits(variance: Tensor, total: int, max_bits: int) -> Tensor:
     """Give each direction 0, 2, … ``max_bits`` bits, ``total`` in all, so that the error left is least.
 
@@ -231,8 +241,7 @@ def rotation_codec(
         key_rotation: [H, d, d] orthogonal; a key is stored as ``k @ key_rotation``.
         value_rotation: [H, d, d] orthogonal.
         zero: see `LayerCodec`.
-        key_quantizer: with ``zero="page"`` it must be ``"gauss"``; levels are then ±½, ±1½ times
-            kappa * rms(row).
+        key_quantizer: with ``zero="page"`` it must be ``"gauss"``; levels are then ±½, ±1½ times kappa * rms(row).
         value_quantizer: quantizer of the rotated values.
         key_mean: [H, d] calibrated mean key in the model's basis, only with ``zero="token"``.
         value_mean: [H, d] calibrated mean value in the model's basis.
@@ -289,10 +298,9 @@ def spectral_codec(
     bits = bits.long().cpu()
     if bool((bits.sum(1) != 2 * d).any()) or not set(bits.unique().tolist()) <= set(UNIT_ERROR):
         raise ValueError(f"bits must be 0, 2, 4, 6 or 8 and sum to {2 * d} per head; sums are {bits.sum(1).tolist()}")
-    unit_step, gain = torch.zeros(9, dtype=torch.float64), torch.ones(9, dtype=torch.float64)
+    unit_step = torch.zeros(9, dtype=torch.float64)
     for b, step in UNIT_STEP.items():
         unit_step[b] = step * kappa
-        gain[b] = unbiased_gain(b, step * kappa)
     # A direction's slots stand together, lowest digit first.
     owner = torch.stack([torch.arange(d).repeat_interleave(row // 2) for row in bits])  # [H, d] direction of a slot
     first = (bits // 2).cumsum(1) - bits // 2
@@ -301,9 +309,9 @@ def spectral_codec(
     sigma = variance.double().clamp_min(1e-24).sqrt().cpu().gather(1, owner)
     columns = owner[:, None, :].expand(heads, d, d)
     encode = directions.double().cpu().gather(2, columns) / (sigma * step)[:, None]
-    level = sigma * step * gain[bits].gather(1, owner)
-    query = inverse.double().cpu().transpose(1, 2).gather(2, columns) * (level * 4.0**digit)[:, None]
     slots = (bits // 2).gather(1, owner)
+    level = sigma * step * unbiased_gains(4**slots, kappa)
+    query = inverse.double().cpu().transpose(1, 2).gather(2, columns) * (level * 4.0**digit)[:, None]
     active = (bits > 0).sum(1, keepdim=True)
     return LayerCodec(
         zero="page",

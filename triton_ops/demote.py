@@ -28,8 +28,8 @@ from triton_ops.codec import BATCH_ARGUMENTS, LayerCodec, Quantizer, check_cache
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 MIN_SCALE = tl.constexpr(2.0**-14)
-TINY = tl.constexpr(1e-30)
 MAX_SCALE = tl.constexpr(65504.0)
+TINY = tl.constexpr(1e-30)
 PART_TOKENS = 32
 """Tokens of a page per program where few pages are expected: least latency."""
 

@@ -34,14 +34,13 @@ from oscar_vllm.artifact import (
 )
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
 from triton_ops.codec import (
-    UNIT_STEP,
     LayerCodec,
     Quantizer,
     allocate_bits,
     hadamard,
     rotation_codec,
     spectral_codec,
-    unbiased_gain,
+    unbiased_gains,
 )
 from triton_ops.layout import page_head_size
 
@@ -376,10 +375,8 @@ def test_inconsistent_layers_are_refused(changes, message):
 
 
 def test_earlier_artifacts_read_levels_from_the_middle_of_their_cells():
-    middle = CODEC.key_query.clone()
-    for bits, step in UNIT_STEP.items():
-        of_bits = (CODEC.key_levels == 2**bits)[:, None].expand_as(middle)
-        middle[of_bits] /= unbiased_gain(bits, step * CODEC.key_quantizer.constant)
+    gains = unbiased_gains(CODEC.key_levels, CODEC.key_quantizer.constant)
+    middle = CODEC.key_query / gains.float()[:, None]
     assert not torch.equal(middle, CODEC.key_query)
     broken(0, key_query=middle).validate()
 
