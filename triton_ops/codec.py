@@ -190,8 +190,10 @@ def unbiased_gain(bits: int, step: float) -> float:
 
 
 def unbiased_gains(levels: Tensor, kappa: float) -> Tensor:
-    """`unbiased_gain` of directions with ``levels`` (`LayerCodec.key_levels`; any shape, which the result has) and steps
-    of kappa * `UNIT_STEP`, float64."""
+    """`unbiased_gain` of directions with ``levels`` (`LayerCodec.key_levels`) and steps of kappa * `UNIT_STEP`.
+
+    float64, of the shape of ``levels``.
+    """
     gains = torch.ones(levels.shape, dtype=torch.float64)
     for bits, step in UNIT_STEP.items():
         gains[levels == 2**bits] = unbiased_gain(bits, step * kappa)
