@@ -73,13 +73,14 @@ class CalibrationResult:
     def table(self) -> str:
         """Spectrum and errors per layer, as text."""
         lines = [
-            "                key attention KL, nats           value output error           constants  most bits,",
-            "layer  top 1/8  identity hadamard   chosen   identity hadamard   chosen      K      V  spread",
+            "                key attention KL, nats           value output error           constants  spread,",
+            "layer  top 1/8  identity hadamard   chosen   identity hadamard   chosen      K      V  attended",
         ]
         for index, choice in sorted(self.choices.items()):
             keys = "".join(f"{choice.key_kl[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
             values = "".join(f"{choice.value_error[name]:9.4f}" for name in ("identity", "hadamard", "chosen"))
-            basis = f"{choice.recipe.max_bits} {choice.recipe.spread}" if choice.recipe.allocation == "spectral" else ""
+            recipe = choice.recipe
+            basis = f"{recipe.spread} {recipe.attended:g}" if recipe.allocation == "spectral" else ""
             constants = f"{choice.codec.key_quantizer.constant:7.2f}{choice.codec.value_quantizer.constant:7.2f}"
             lines.append(f"{index:5d}  {choice.concentration:6.1%} {keys}  {values} {constants}  {basis}".rstrip())
         lines += [f"{index:5d}  stays BF16: {reason}" for index, reason in sorted(self.skipped.items())]
@@ -254,12 +255,11 @@ def _check_padding(head_size: int, recipe: Recipe) -> None:
             f"--composition {recipe.composition} would store the zeros that pad heads of {head_size} to {size}; "
             "use one with H"
         )
-    for alternative in recipe.alternatives():
-        if alternative.max_bits is not None and alternative.max_bits * head_size < 2 * size:
-            raise OscarConfigError(
-                f"--max-bits {alternative.max_bits}: heads of {head_size} cannot take the {2 * size} bits of a page of "
-                f"head size {size}, and zeros would; raise --max-bits or use --allocation uniform"
-            )
+    if recipe.allocation == "spectral" and recipe.max_bits * head_size < 2 * size:
+        raise OscarConfigError(
+            f"--max-bits {recipe.max_bits}: heads of {head_size} cannot take the {2 * size} bits of a page of "
+            f"head size {size}, and zeros would; raise --max-bits or use --allocation uniform"
+        )
 
 
 def _split(
@@ -444,7 +444,7 @@ def _candidates(search: QuantizerSearch, recipe: Recipe) -> dict[str, dict[int, 
     def name(alternative: Recipe) -> str:
         if alternative.allocation == "uniform":
             return "2 bits everywhere"
-        return f"{alternative.max_bits} bits, spread {alternative.spread}"
+        return f"spread {alternative.spread}, attended {alternative.attended:g}"
 
     return {name(each): search.choose(each) for each in recipe.alternatives()}
 

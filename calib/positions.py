@@ -26,7 +26,7 @@ from triton_ops.layout import PAGE_TOKENS
 MAX_RESIDUAL = 0.1
 """Relative error up to which a move counts as a rotation. bfloat16 models leave 0.01 to 0.02."""
 
-TURNED = ("query_moment", "attending_moment", "key_moment", "page_moment")
+TURNED = ("query_moment", "attending_moment", "attended_moment", "key_moment", "page_moment")
 """Moments of what rotary embeddings turn."""
 
 

@@ -53,7 +53,7 @@ class LayerChoice:
     def metrics(self) -> dict:
         """The figures as plain values, for the artifact."""
         return {
-            "max_bits": self.recipe.max_bits,
+            "attended": self.recipe.attended,
             "spread": self.recipe.spread,
             "concentration": self.concentration,
             "key_kl": self.key_kl,

@@ -5,7 +5,7 @@ Two ways to store keys (README, "How it works"):
 
 * ``allocation="uniform"``: an orthogonal rotation, two bits for every direction.
 * ``allocation="spectral"``: coordinates in which an error of one is a logit error of one and keys are uncorrelated;
-  directions get 0 to ``max_bits`` bits by their variance, 2 d in all.
+  directions get 0 to ``max_bits`` bits by their variance, 2 d in all (calib/allocation.py).
 
 Values always use a rotation: their spectrum is flat, and a dropped direction would be a bias that averaging over
 tokens does not remove.
@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from calib.allocation import allocate, reaches, scale_shares
 from calib.statistics import LayerStatistics
 from oscar_vllm.errors import OscarConfigError
 from triton_ops.codec import (
     LayerCodec,
     Quantizer,
-    allocate_bits,
     bit_reversal,
     hadamard,
     rotation_codec,
@@ -63,14 +63,17 @@ class Recipe:
         key_target: U of keys from M_Q (``"query"``) or from the keys' own second moment (``"key"``).
         query_weight: how queries count in M_Q: each by what its output may lose by errors in history
             (``"history"``, see `LayerStatistics.attending_moment`), or all alike.
+        attended: with spectral allocation, weight of keys that count by what outputs may lose by their errors
+            (`LayerStatistics.attended_moment`), against all keys alike: in basis, bits and steps (calib/allocation.py).
+            None: 0 or 1, by the model's KL on held-out text.
         positions: whether queries and keys are those of all positions of the longest context (``"context"``,
             calib/positions.py) or those of the samples alone.
         value_target: U of values from the attention output's moment, from its mean-field stand-in, or from the values.
         allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
-        max_bits: most bits of a direction with spectral allocation; None: 4 or 8, by the model's KL on held-out text.
+        max_bits: most bits of a direction with spectral allocation.
         spread: with spectral allocation, Hadamard rotations inside groups of directions of equal bits (``"groups"``):
-            they spread the rare keys that stand far out along one direction, which would be clipped, and which many
-            queries attend to. None: with or without, by the model's KL on held-out text.
+            they spread keys that stand far out along one direction. None: with or without, by the model's KL on
+            held-out text.
         ridge: multiple of M_Q's mean diagonal that is added to it before whitening.
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
@@ -88,10 +91,11 @@ class Recipe:
     composition: Literal["identity", "H", "U", "UH", "UHP"] = "UH"
     key_target: Literal["query", "key"] = "query"
     query_weight: Literal["history", "uniform"] = "history"
+    attended: float | None = None
     positions: Literal["context", "samples"] = "context"
     value_target: Literal["output", "mean_field", "value"] = "output"
     allocation: Literal["spectral", "uniform"] = "spectral"
-    max_bits: int | None = None
+    max_bits: int = 8
     spread: Literal["groups", "none"] | None = None
     ridge: float = 1e-4
     zero: Literal["page", "token"] = "page"
@@ -102,12 +106,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():
-            searched = name in ("max_bits", "spread") and getattr(self, name) is None
+            searched = name == "spread" and self.spread is None
             if getattr(self, name) not in legal and not searched:
                 choices = ", ".join(map(str, legal))
                 raise OscarConfigError(f"{flag(name)} {getattr(self, name)} is unknown; use one of {choices}")
         if not 0.0 < self.ridge < 1.0:
             raise OscarConfigError(f"--ridge {self.ridge} is out of range; use a value between 0 and 1, such as 1e-4")
+        if self.attended is not None and not 0.0 <= self.attended < math.inf:
+            raise OscarConfigError(f"--attended {self.attended} is out of range; use 0 or more, such as 1")
         for name in ("key_constant", "value_constant"):
             constant, upper = getattr(self, name), 1.0 if self.quantizer == "minmax" else math.inf
             if constant is not None and not (0.0 < constant <= upper and math.isfinite(constant)):
@@ -133,8 +139,8 @@ class Recipe:
         if self.allocation == "uniform":
             return [self]
         return [
-            replace(self, max_bits=max_bits, spread=spread)
-            for max_bits in ((4, 8) if self.max_bits is None else (self.max_bits,))
+            replace(self, attended=attended, spread=spread)
+            for attended in ((0.0, 1.0) if self.attended is None else (self.attended,))
             for spread in (CHOICES["spread"] if self.spread is None else (self.spread,))
         ]
 
@@ -150,6 +156,7 @@ PRESETS = {
         granularity="layer",
         composition="UHP",
         query_weight="uniform",
+        attended=0.0,
         positions="samples",
         value_target="mean_field",
         allocation="uniform",
@@ -250,6 +257,8 @@ class LayerBasis:
         inverse: [H, d, d] inverse of directions.
         variance: [H, d] variances of the coordinates; None with uniform allocation.
         bits: [H, d] bits of the coordinates; None with uniform allocation.
+        reach: [H, d] factor on the coordinates' steps; None: 1.
+        share: [H, d] of the coordinates in the square of a row's scale; None: alike.
         key_mean: [H, d] that is subtracted first, or None.
 
     """
@@ -259,9 +268,11 @@ class LayerBasis:
     value_mean: Tensor | None
     directions: Tensor
     inverse: Tensor
-    variance: Tensor | None
-    bits: Tensor | None
-    key_mean: Tensor | None
+    variance: Tensor | None = None
+    bits: Tensor | None = None
+    reach: Tensor | None = None
+    share: Tensor | None = None
+    key_mean: Tensor | None = None
 
     def codec(self, key_constant: float, value_constant: float) -> LayerCodec:
         """The codec for given constants; the recipe's own are not looked at."""
@@ -285,6 +296,8 @@ class LayerBasis:
             value_rotation=self.value_rotation,
             value_quantizer=value_quantizer,
             value_mean=self.value_mean,
+            reach=self.reach,
+            share=self.share,
         )
 
 
@@ -301,20 +314,11 @@ def layer_basis(statistics: LayerStatistics, recipe: Recipe) -> LayerBasis:
         "value_mean": statistics.value_mean if recipe.centre in ("values", "both") else None,
     }
     if recipe.allocation == "spectral":
-        assert recipe.max_bits is not None
-        directions, inverse, variance = key_basis(statistics, recipe)
-        bits = torch.stack([allocate_bits(row, 2 * row.shape[0], recipe.max_bits) for row in variance])
-        if recipe.spread == "groups":
-            directions, inverse, variance = spread_groups(directions, inverse, variance, bits)
-        return LayerBasis(
-            directions=directions, inverse=inverse, variance=variance, bits=bits, key_mean=None, **values
-        )
+        return LayerBasis(**values, **spectral_basis(statistics, recipe))
     target = query_target(statistics, recipe) if recipe.key_target == "query" else statistics.key_moment
     directions = rotation(target, composition=recipe.composition, granularity=recipe.granularity)
     key_mean = statistics.key_mean if recipe.centre in ("keys", "both") else None
-    return LayerBasis(
-        directions=directions, inverse=directions.mT, variance=None, bits=None, key_mean=key_mean, **values
-    )
+    return LayerBasis(directions=directions, inverse=directions.mT, key_mean=key_mean, **values)
 
 
 def query_target(statistics: LayerStatistics, recipe: Recipe) -> Tensor:
@@ -324,11 +328,42 @@ def query_target(statistics: LayerStatistics, recipe: Recipe) -> Tensor:
 
 def key_basis(statistics: LayerStatistics, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """`whitened_basis` of a layer; with granularity ``"layer"`` every head gets the same."""
+    assert recipe.attended is not None
+    covariance = statistics.page_covariance + recipe.attended * statistics.attended_covariance
     return whitened_basis(
         _pool(query_target(statistics, recipe), recipe.granularity),
-        _pool(statistics.page_covariance, recipe.granularity),
+        _pool(covariance, recipe.granularity),
         recipe.ridge,
     )
+
+
+def _variances(covariance: Tensor, directions: Tensor, recipe: Recipe) -> Tensor:
+    """[H, d] variances of the coordinates ``k @ directions``."""
+    pooled = _pool(covariance, recipe.granularity)
+    return (directions.mT @ pooled @ directions).diagonal(dim1=1, dim2=2).clamp_min(1e-24)
+
+
+def spectral_basis(statistics: LayerStatistics, recipe: Recipe) -> dict[str, Tensor]:
+    """The part of a `LayerBasis` that says how keys are stored, with spectral allocation."""
+    assert recipe.attended is not None
+    directions, inverse, _ = key_basis(statistics, recipe)
+    variance = _variances(statistics.page_covariance, directions, recipe)
+    attended = _variances(statistics.attended_covariance, directions, recipe) / variance
+    rows = zip(variance, attended, strict=True)
+    bits = torch.stack([allocate(*row, recipe.attended, recipe.max_bits) for row in rows])
+    if recipe.spread == "groups":
+        directions, inverse, _ = spread_groups(directions, inverse, variance, bits)
+        variance = _variances(statistics.page_covariance, directions, recipe)
+        attended = _variances(statistics.attended_covariance, directions, recipe) / variance
+    reach = torch.stack([reaches(*row, recipe.attended) for row in zip(bits, attended, strict=True)])
+    return {
+        "directions": directions,
+        "inverse": inverse,
+        "variance": variance,
+        "bits": bits,
+        "reach": reach,
+        "share": scale_shares(bits),
+    }
 
 
 def data_free(recipe: Recipe, composition: Literal["identity", "H"]) -> Recipe:
@@ -338,5 +373,5 @@ def data_free(recipe: Recipe, composition: Literal["identity", "H"]) -> Recipe:
 
 def spectrum_concentration(statistics: LayerStatistics, recipe: Recipe) -> float:
     """Share of the logit's variance in the first eighth of the key directions, mean over KV heads (1/8 = flat)."""
-    _, _, variance = key_basis(statistics, recipe)
+    _, _, variance = key_basis(statistics, replace(recipe, attended=0.0))
     return float((variance[:, : variance.shape[1] // 8].sum(1) / variance.sum(1)).mean())

@@ -22,14 +22,14 @@ from oscar_vllm.errors import OscarArtifactError, OscarConfigError
 from triton_ops.layout import PAGE_TOKENS
 from triton_ops.reference import TINY
 
-VERSION = 2
+VERSION = 3
 """Of what the sums mean; a file of another version is not gone on with."""
 
 QUERIES = 512
-"""Query positions per sample in attending_moment, evenly spaced over those that have a history."""
+"""Query positions per sample in attending_moment and attended_moment, evenly spaced over those that have a history."""
 
 MIN_ATTENDING = 1e-6
-"""Added to every query's weight there, so that a head that never looks at history has a basis too."""
+"""Added to the weights there, so that a head that never looks at history has a basis too."""
 
 
 @dataclass
@@ -43,6 +43,9 @@ class LayerStatistics:
         attending_moment: [H, d, d] sum of w q^T q over some of the queries, w = what the query's output may lose by
             errors of logits in history: sum over the history tokens t of |p_t (v_t - o)|^2, p the attention weights and
             o the output, over the sample's mean of |v|^2. (An error e of one logit moves o by e p_t (v_t - o).)
+        attended_moment: [H, d, d] sum of w (k - m)^T (k - m) as in page_moment, w = what those outputs may lose by
+            errors of this key's logits: the same terms summed over the queries.
+        attended_weight: [H] sum of w.
         key_sum: [H, d] sum of k.
         key_moment: [H, d, d] sum of k^T k.
         page_moment: [H, d, d] sum of (k - m)^T (k - m), m the mean key of the token's 128-token page.
@@ -58,6 +61,8 @@ class LayerStatistics:
     queries: Tensor
     query_moment: Tensor
     attending_moment: Tensor
+    attended_moment: Tensor
+    attended_weight: Tensor
     key_sum: Tensor
     key_moment: Tensor
     page_moment: Tensor
@@ -71,8 +76,8 @@ class LayerStatistics:
         def zeros(name: str) -> Tensor:
             if name in ("tokens", "queries"):
                 return torch.zeros(1, dtype=torch.float64)
-            shape = (heads, head_size) if name.endswith("_sum") else (heads, head_size, head_size)
-            return torch.zeros(shape, dtype=torch.float64)
+            shape = (heads,) if name.endswith("_weight") else (heads, head_size)
+            return torch.zeros(shape + (head_size,) * name.endswith("_moment"), dtype=torch.float64)
 
         return cls(**{field.name: zeros(field.name) for field in fields(cls)})
 
@@ -109,8 +114,14 @@ class LayerStatistics:
         """[H, d, d], about each page's own mean key."""
         return self.page_moment / self.tokens
 
+    @property
+    def attended_covariance(self) -> Tensor:
+        """[H, d, d] like page_covariance, each key weighted by what outputs may lose by its errors."""
+        weight = (self.attended_weight + MIN_ATTENDING)[:, None, None]
+        return (self.attended_moment + MIN_ATTENDING * self.page_covariance) / weight
+
     def update(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, attending: Tensor, sink: int
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, attending: Tensor, attended: Tensor, sink: int
     ) -> None:
         """Add one sample.
 
@@ -120,6 +131,7 @@ class LayerStatistics:
             value: [H, T, d].
             output: [Hq, T, d] of the attention.
             attending: [H, d, d] the sample's own part of attending_moment.
+            attended: [H, T] the weights of the sample's keys in attended_moment.
             sink: the first tokens to leave out.
 
         """
@@ -139,6 +151,8 @@ class LayerStatistics:
             "queries": torch.tensor([float(query.shape[1])]),
             "query_moment": query_moment,
             "attending_moment": attending,
+            "attended_moment": centred.mT @ (centred * attended[:, sink:, None]),
+            "attended_weight": attended[:, sink:].sum(1),
             "key_sum": key.sum(1),
             "key_moment": key.mT @ key,
             "page_moment": centred.mT @ centred,
@@ -151,8 +165,10 @@ class LayerStatistics:
             getattr(self, name).add_(update.to("cpu", torch.float64))
 
 
-def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """One sample's part of `LayerStatistics.attending_moment`, [H, d, d], from evenly spaced queries with a history.
+def possible_losses(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    """What one sample's outputs may lose by errors of logits in history, for evenly spaced queries that have one.
 
     Args:
         call: where the sample is from: factor and cap of the logits, learned sinks.
@@ -161,22 +177,27 @@ def attending_moment(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
         value: [H, T, d].
         segments: which tokens are history for a query.
 
+    Returns:
+        The sample's part of `LayerStatistics.attending_moment`, [H, d, d] float64, and the weights of its keys in
+        attended_moment, [H, T] float64.
+
     """
     heads, length, _ = key.shape
     position = segments.query_positions(length, QUERIES, key.device)
     history = segments.history(position, length)
     future = torch.arange(length, device=key.device) > position[:, None]
-    sinks, moments = call.grouped_sinks, []
+    sinks, attending, attended = call.grouped_sinks, [], []
     for head, own in enumerate(rearrange(query[:, position], "(h g) n d -> h (g) n d", h=heads)):
         logits = grouped_logits(own, key[head : head + 1], call)[0]
         weights = attention_weights(logits.masked_fill_(future, -torch.inf), None if sinks is None else sinks[head])
         weights, v = weights.double(), value[head].double()
         squares, output = v.square().sum(-1), weights @ v
         distance = (squares - 2 * output @ v.T + output.square().sum(-1, keepdim=True)).clamp_min(0)
-        lost = (weights.square() * distance * history).sum(-1) / squares.mean().clamp_min(TINY) + MIN_ATTENDING
+        lost = weights.square() * distance * history / squares.mean().clamp_min(TINY)  # [G, n, T]
         rows = own.flatten(0, 1).double()
-        moments.append((rows * lost.reshape(-1, 1)).mT @ rows)
-    return torch.stack(moments)
+        attending.append((rows * (lost.sum(-1).reshape(-1, 1) + MIN_ATTENDING)).mT @ rows)
+        attended.append(lost.sum((0, 1)))
+    return torch.stack(attending), torch.stack(attended)
 
 
 class Statistics:
@@ -207,8 +228,8 @@ class Statistics:
         heads, head_size = call.key.shape[1], call.key.shape[3]
         layer = self.layers.setdefault(call.layer, LayerStatistics.zeros(heads, head_size))
         for query, key, value, out in zip(call.query, call.key, call.value, output, strict=True):
-            attending = attending_moment(call, query, key, value, self.segments)
-            layer.update(query, key, value, out, attending, sink=self.segments.sink)
+            attending, attended = possible_losses(call, query, key, value, self.segments)
+            layer.update(query, key, value, out, attending, attended, sink=self.segments.sink)
         # A sum of squares is finite exactly when every element is, and costs nothing to look at.
         for name in ("query", "key", "value", "output"):
             if not bool(torch.isfinite(getattr(layer, f"{name}_moment")).all()):

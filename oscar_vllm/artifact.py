@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
-from triton_ops.codec import LayerCodec, Quantizer, hadamard, rotation_codec, unbiased_gains
+from triton_ops.codec import UNIT_STEP, LayerCodec, Quantizer, hadamard, rotation_codec, unbiased_gain
 from triton_ops.layout import Zero, page_head_size
 
 CONFIG_FILE = "oscar_config.json"
@@ -429,18 +429,33 @@ def _validate_codec(index: int, codec: LayerCodec) -> None:
     if not torch.equal(encode, base_encode) or bool(((query - base_query).abs() > 1e-6 * base_query.abs()).any()):
         raise OscarArtifactError(f"layer {index}: the columns of a direction's digits do not belong together")
     product = (encode.mT @ query) / weight[:, None]
-    # Levels are read back from the middle of their cells, or all with the gain that makes them unbiased.
-    gains = [torch.ones_like(weight)]
-    if codec.zero == "page":
-        gains.append(unbiased_gains(codec.key_levels, codec.key_quantizer.constant))
-    error = torch.stack([(product - gain[:, None] * same).abs().amax((1, 2)) for gain in gains]).amin(0)
+    if codec.zero == "page" and bool((codec.key_weight <= 0).any()):
+        raise OscarArtifactError(f"layer {index}: key_weight must be positive")
+    error = torch.stack([(product - gain[:, None] * same).abs().amax((1, 2)) for gain in _gains(codec, slots)]).amin(0)
     if error.max() > INVERSE_TOLERANCE:
         raise OscarArtifactError(
             f"layer {index}, KV head {int(error.argmax())}: key_encode and key_query are not inverse to each other, "
             f"max|E^T Q - gain| = {error.max():.2e} > {INVERSE_TOLERANCE:.0e}"
         )
-    if codec.zero == "page" and bool((codec.key_weight <= 0).any()):
-        raise OscarArtifactError(f"layer {index}: key_weight must be positive")
+
+
+def _gains(codec: LayerCodec, slots: Tensor) -> list[Tensor]:
+    """[H, d] factors by which slots may be read back larger than they were stored: none, or those of unbiased levels.
+
+    A step follows from its slot's weight in the row scale, in which directions count alike or by their levels.
+    """
+    gains = [torch.ones(slots.shape, dtype=torch.float64)]
+    if codec.zero == "page":
+        lowest = codec.key_digit == 0
+        for share in (torch.ones_like(gains[0]), 1 / codec.key_levels.double()):
+            share = share / (share * lowest).sum(1, keepdim=True)
+            step = (codec.key_weight.double() * slots / share).sqrt()
+            gain = torch.ones_like(step)
+            for bits in UNIT_STEP:
+                own = codec.key_levels == 2**bits
+                gain[own] = unbiased_gain(bits, step[own])
+            gains.append(gain)
+    return gains
 
 
 # ---------------------------------------------------------------------------------------------- other sources

@@ -5,13 +5,15 @@
 
 All recipes are fitted on the same bundled text and read the same other text, which no table of docs/fidelity.md uses
 (PyTorch's own documentation strings and library modules that are not in the text ``code``). Unchanged is the default
-recipe with 8 bits at most, spreading, and kappa 1 for keys and values, so that nothing is chosen. The changes:
+recipe with spreading, attended 1, and kappa 1 for keys and values, so that nothing is chosen. The changes:
 
 * ``key levels middle``, ``value levels middle``: codes are read back in the middle of their cells, which gives back
   less than was stored (`codec.unbiased_gain`); ``levels middle``: both.
 * ``values about their mean``: the calibrated mean value is subtracted before values are quantized.
 * ``value kappa 1.1``, ``key kappa 1.1``, ``key kappa 1.2``: instead of 1.
-* ``4 bits``, ``no spreading``, ``4 bits, no spreading``: the other candidates of the default.
+* ``4 bits`` at most instead of 8; ``no spreading``; both.
+* ``attended 0``, ``attended 0.3``, ``attended 3``: the weight of keys by what outputs may lose by their errors, instead
+  of 1; 0 counts all keys alike.
 * ``value basis W_O``: values' rotation from the eigenvectors of the outputs' moment as W_O reads it, G^(1/2) C G^(1/2)
   with G = W_O^T W_O of the head's group.
 * ``value basis plain``: from the values' own moment.
@@ -65,13 +67,13 @@ from calib.rotation import Recipe, layer_basis, rotation
 from calib.simulate import QuantizedCache, Segments, grouped_logits, quantized_keys, segmented_attention
 from calib.statistics import MIN_ATTENDING, QUERIES, LayerStatistics, Statistics
 from oscar_vllm.errors import OscarConfigError
-from triton_ops.codec import LayerCodec, unbiased_gains
+from triton_ops.codec import LayerCodec
 from triton_ops.reference import MIN_SCALE
 
 FIELDS = ("model", "change", "windows", "tokens", "positions", "kl", "ratio", "ratio_stderr", "calibration_windows",
           "calibration_tokens", "seed", "commit", "versions", "command")  # fmt: skip
 
-UNCHANGED = Recipe(max_bits=8, spread="groups")
+UNCHANGED = Recipe(spread="groups", attended=1.0)
 KAPPA = 1.0
 MODULES = ("turtle", "doctest", "difflib", "inspect", "optparse", "mailbox", "imaplib", "pickletools", "statistics")
 """Modules of the standard library in the text."""
@@ -175,7 +177,8 @@ def fitted(
 
 def middle_keys(codec: LayerCodec) -> LayerCodec:
     """The codec with key levels in the middle of their cells."""
-    return replace(codec, key_query=codec.key_query / unbiased_gains(codec.key_levels, KAPPA).float()[:, None])
+    gains = (codec.key_encode * codec.key_query).sum(1) / 4.0**codec.key_digit
+    return replace(codec, key_query=codec.key_query / gains[:, None])
 
 
 def middle_values(value: Tensor, codec: LayerCodec) -> Tensor:
@@ -244,6 +247,9 @@ def changes(
         "4 bits": fitted(statistics, replace(UNCHANGED, max_bits=4)),
         "no spreading": fitted(statistics, replace(UNCHANGED, spread="none")),
         "4 bits, no spreading": fitted(statistics, replace(UNCHANGED, max_bits=4, spread="none")),
+        "attended 0": fitted(statistics, replace(UNCHANGED, attended=0.0)),
+        "attended 0.3": fitted(statistics, replace(UNCHANGED, attended=0.3)),
+        "attended 3": fitted(statistics, replace(UNCHANGED, attended=3.0)),
         "value basis W_O": fitted(statistics, output_moment=read_by),
         "value basis plain": fitted(statistics, replace(UNCHANGED, value_target="value")),
         "value basis none": {i: replace(codec, value_rotation=hadamards[i]) for i, codec in unchanged.items()},

@@ -9,7 +9,6 @@ base-4 digits of its b-bit code. Calibration builds codecs, the artifact stores 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -20,8 +19,6 @@ from triton_ops.layout import PageLayout, Zero
 # Step of the uniform quantizer with 2**bits levels that is best for a unit Gaussian: the minimum of E[(x - Q(x))^2],
 # integrated numerically. With the same step and its `unbiased_gain` the error is least among unbiased quantizers.
 UNIT_STEP = {2: 0.99569, 4: 0.33520, 6: 0.10406, 8: 0.030762}
-# That error, a fraction of the variance: e / (1 - e), where e is the minimum above.
-UNIT_ERROR = {0: 1.0, 2: 0.134876, 4: 0.0116777, 6: 0.00104113, 8: 8.7694e-5}
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ def bit_reversal(size: int) -> Tensor:
     return torch.tensor([int(f"{i:0{bits}b}"[::-1], 2) if bits else 0 for i in range(size)])
 
 
-def unbiased_gain(bits: int, step: float) -> float:
+def unbiased_gain(bits: int, step: Tensor | float) -> Tensor:
     """Factor on the levels with which quantizing a unit Gaussian x neither shrinks nor stretches it: 1 / E[x Q(x)].
 
     Levels in the middle of their cells give back less than was there, E[x Q(x)] = 0.88 with 2 bits and step 1, because
@@ -180,51 +177,72 @@ def unbiased_gain(bits: int, step: float) -> float:
 
     Args:
         bits: 2, 4, 6 or 8.
-        step: of the uniform quantizer.
+        step: of the uniform quantizer, any shape.
+
+    Returns:
+        float64 of the shape of ``step``.
 
     """
-    half = 1 << (bits - 1)
+    level, lower, upper = _cells(bits, torch.as_tensor(step, dtype=torch.float64))
     # E[x; a < x < b] = pdf(a) - pdf(b), and the cells above 0 give half of E[x Q(x)].
-    edges = [NormalDist().pdf(i * step) for i in range(half)] + [0.0]
-    return 1.0 / (2 * sum((i + 0.5) * step * (edges[i] - edges[i + 1]) for i in range(half)))
+    return 0.5 / (level * (_density(lower) - _density(upper))).sum(-1)
 
 
-def unbiased_gains(levels: Tensor, kappa: float) -> Tensor:
-    """`unbiased_gain` of directions with ``levels`` (`LayerCodec.key_levels`) and steps of kappa * `UNIT_STEP`.
-
-    float64, of the shape of ``levels``.
-    """
-    gains = torch.ones(levels.shape, dtype=torch.float64)
-    for bits, step in UNIT_STEP.items():
-        gains[levels == 2**bits] = unbiased_gain(bits, step * kappa)
-    return gains
-
-
-def allocate_bits(variance: Tensor, total: int, max_bits: int) -> Tensor:
-    """Give each direction 0, 2, … ``max_bits`` bits, ``total`` in all, so that the error left is least.
-
-    Greedy: two bits at a time to the direction whose error they reduce most, which is optimal because the error is
-    convex in the bits (method: reverse water-filling with a uniform quantizer).
+def quantization_error(bits: int, step: Tensor, variance: Tensor) -> Tensor:
+    """E[(x - Q(x))^2] of a Gaussian x, with the steps and levels (`unbiased_gain`) of a quantizer for a unit Gaussian.
 
     Args:
-        variance: [d] variances of the directions, in units of logit error.
-        total: bits to hand out, even, at most ``max_bits * d``.
-        max_bits: 2, 4, 6 or 8.
+        bits: 2, 4, 6 or 8.
+        step: of the uniform quantizer; broadcasts with ``variance``.
+        variance: of x.
+
+    Returns:
+        float64 of the common shape.
+
+    """
+    step, variance = torch.broadcast_tensors(step.double(), variance.double())
+    sigma = variance.clamp_min(1e-24).sqrt()
+    level, lower, upper = _cells(bits, step)
+    level = level * unbiased_gain(bits, step)[..., None]
+    lower, upper = lower / sigma[..., None], upper / sigma[..., None]
+    product = (level * (_density(lower) - _density(upper))).sum(-1) * sigma
+    square = (level.square() * (torch.special.ndtr(upper) - torch.special.ndtr(lower))).sum(-1)
+    return variance - 4 * product + 2 * square
+
+
+def _cells(bits: int, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(middle, lower end, upper end) of a quantizer's cells above 0, each [..., 2**(bits - 1)]; the last is open."""
+    index = torch.arange(1 << (bits - 1), dtype=torch.float64)
+    lower = index * step[..., None]
+    upper = torch.cat([lower[..., 1:], torch.full_like(lower[..., :1], math.inf)], -1)
+    return (index + 0.5) * step[..., None], lower, upper
+
+
+def _density(x: Tensor) -> Tensor:
+    return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+
+
+def spend_bits(error: Tensor, total: int) -> Tensor:
+    """Give each direction some of the bits, ``total`` in all, so that the sum of errors left is least.
+
+    Greedy: two bits at a time to the direction whose error they reduce most, which is optimal where errors are convex
+    in the bits (method: reverse water-filling with a uniform quantizer).
+
+    Args:
+        error: [d, n] float64 error of every direction with 0, 2, … 2 (n - 1) bits.
+        total: bits to hand out, even, at most 2 (n - 1) d.
 
     Returns:
         [d] int64 bits.
 
     """
-    if max_bits not in UNIT_STEP:
-        raise ValueError(f"max_bits={max_bits} is not one of {sorted(UNIT_STEP)}")
-    d = variance.shape[0]
-    if total % 2 or total > max_bits * d:
-        raise ValueError(f"{total} bits cannot be given to {d} directions of at most {max_bits} bits in steps of two")
-    variance = variance.double().cpu()
-    steps = range(0, max_bits, 2)
-    gains = torch.stack([variance * (UNIT_ERROR[b] - UNIT_ERROR[b + 2]) for b in steps], 1)  # [d, steps]
+    d, steps = error.shape[0], error.shape[1] - 1
+    if total % 2 or total > 2 * steps * d:
+        raise ValueError(f"{total} bits cannot be given to {d} directions of at most {2 * steps} bits in steps of two")
+    # A step is never taken before the ones below it, even where it gains more.
+    gains = -error.diff(dim=1).cummax(1).values  # [d, steps]
     order = gains.flatten().argsort(descending=True, stable=True)[: total // 2]
-    return 2 * torch.bincount(order // len(steps), minlength=d)
+    return 2 * torch.bincount(order // steps, minlength=d)
 
 
 def rotation_codec(
@@ -279,6 +297,8 @@ def spectral_codec(
     value_rotation: Tensor,
     value_quantizer: Quantizer,
     value_mean: Tensor | None = None,
+    reach: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> LayerCodec:
     """Uneven bits over a basis: directions with more of the logit's variance get more slots.
 
@@ -291,6 +311,9 @@ def spectral_codec(
         value_rotation: [H, d, d] orthogonal.
         value_quantizer: quantizer of the rotated values.
         value_mean: [H, d] calibrated mean value.
+        reach: [H, d] further factor on each direction's step; None: 1.
+        share: [H, d] of each direction in the square of a row's scale, 1 in all per head; None: all that have bits
+            alike.
 
     Raises:
         ValueError: a head's bits do not sum to 2 d or are not 0, 2, 4, 6 or 8.
@@ -298,30 +321,33 @@ def spectral_codec(
     """
     heads, d, _ = directions.shape
     bits = bits.long().cpu()
-    if bool((bits.sum(1) != 2 * d).any()) or not set(bits.unique().tolist()) <= set(UNIT_ERROR):
+    if bool((bits.sum(1) != 2 * d).any()) or not set(bits.unique().tolist()) <= {0, *UNIT_STEP}:
         raise ValueError(f"bits must be 0, 2, 4, 6 or 8 and sum to {2 * d} per head; sums are {bits.sum(1).tolist()}")
-    unit_step = torch.zeros(9, dtype=torch.float64)
-    for b, step in UNIT_STEP.items():
-        unit_step[b] = step * kappa
+    step, gain = torch.zeros(heads, d, dtype=torch.float64), torch.ones(heads, d, dtype=torch.float64)
+    factor = torch.ones_like(step) if reach is None else reach.double().cpu()
+    for b, unit in UNIT_STEP.items():
+        own = bits == b
+        step[own] = kappa * unit * factor[own]
+        gain[own] = unbiased_gain(b, step[own])
+    if share is None:
+        share = (bits > 0) / (bits > 0).sum(1, keepdim=True)
+    sigma = variance.double().clamp_min(1e-24).sqrt().cpu()
     # A direction's slots stand together, lowest digit first.
     owner = torch.stack([torch.arange(d).repeat_interleave(row // 2) for row in bits])  # [H, d] direction of a slot
     first = (bits // 2).cumsum(1) - bits // 2
     digit = torch.arange(d) - first.gather(1, owner)
-    step = unit_step[bits].gather(1, owner)  # [H, d]
-    sigma = variance.double().clamp_min(1e-24).sqrt().cpu().gather(1, owner)
-    columns = owner[:, None, :].expand(heads, d, d)
-    encode = directions.double().cpu().gather(2, columns) / (sigma * step)[:, None]
     slots = (bits // 2).gather(1, owner)
-    level = sigma * step * unbiased_gains(4**slots, kappa)
-    query = inverse.double().cpu().transpose(1, 2).gather(2, columns) * (level * 4.0**digit)[:, None]
-    active = (bits > 0).sum(1, keepdim=True)
+    columns = owner[:, None, :].expand(heads, d, d)
+    encode = directions.double().cpu().gather(2, columns) / (sigma * step).gather(1, owner)[:, None]
+    level = (sigma * step * gain).gather(1, owner) * 4.0**digit
+    query = inverse.double().cpu().transpose(1, 2).gather(2, columns) * level[:, None]
     return LayerCodec(
         zero="page",
         key_encode=encode.float(),
         key_query=query.float(),
         key_levels=(4**slots).int(),
         key_digit=digit.int(),
-        key_weight=(step**2 / (slots * active)).float(),
+        key_weight=((share.double().cpu() * step.square()).gather(1, owner) / slots).float(),
         key_mean=torch.zeros(heads, d),
         value_rotation=value_rotation.float().cpu(),
         value_mean=torch.zeros(heads, d) if value_mean is None else value_mean.float().cpu(),

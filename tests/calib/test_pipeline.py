@@ -31,7 +31,7 @@ SHORT = ["--num-samples", "3", "--held-out", "1", "--max-length", "512", "--rece
     ("shape", "recipe"),
     [
         ({"family": "llama", "kv_heads": 2, "group": 2}, Recipe()),
-        ({"family": "qwen2", "kv_heads": 1, "group": 7}, Recipe(max_bits=8)),
+        ({"family": "qwen2", "kv_heads": 1, "group": 7}, Recipe(max_bits=4)),
         ({"family": "llama", "kv_heads": 2, "group": 1}, PRESETS["reference"]),
         ({"family": "qwen2", "kv_heads": 2, "group": 2}, Recipe(allocation="uniform", composition="H")),
         ({"family": "llama", "kv_heads": 1, "group": 4}, Recipe(allocation="uniform", zero="token", centre="both")),
@@ -61,7 +61,7 @@ def test_a_run_writes_a_valid_artifact_for_the_model(tmp_path, shape, recipe):
 
 def test_the_candidate_with_the_least_final_kl_is_written(tmp_path, monkeypatch):
     """Whatever the layers' own errors say: the model's KL decides."""
-    judge, favourite = pipeline._judge, "8 bits, spread none"
+    judge, favourite = pipeline._judge, "spread none, attended 1"
 
     def biased(*arguments):
         figures = judge(*arguments)
@@ -69,9 +69,9 @@ def test_the_candidate_with_the_least_final_kl_is_written(tmp_path, monkeypatch)
 
     monkeypatch.setattr(pipeline, "_judge", biased)
     result = calibrate(random_model(), tmp_path, **FAST)
-    names = {f"{bits} bits, spread {spread}" for bits in (4, 8) for spread in ("groups", "none")}
+    names = {f"spread {spread}, attended {weight}" for weight in (0, 1) for spread in ("groups", "none")}
     assert set(result.artifact.metrics["candidates"]) == names
-    assert {(choice.recipe.max_bits, choice.recipe.spread) for choice in result.choices.values()} == {(8, "none")}
+    assert {(choice.recipe.attended, choice.recipe.spread) for choice in result.choices.values()} == {(1.0, "none")}
     assert torch.equal(Artifact.load(tmp_path).layers[1].key_encode, result.choices[1].codec.key_encode)
 
 
@@ -104,7 +104,7 @@ def test_heads_without_a_page_of_their_own_size_are_padded(tmp_path, head_size, 
     [
         (80, Recipe(composition="U"), "--composition U would store the zeros that pad heads of 80 to 128"),
         (80, Recipe(max_bits=2), "--max-bits 2: heads of 80 cannot take the 256 bits .* raise --max-bits"),
-        (24, Recipe(), "--max-bits 4: heads of 24 cannot take the 128 bits"),
+        (8, Recipe(), "--max-bits 8: heads of 8 cannot take the 128 bits"),
     ],
 )
 def test_recipes_that_would_store_padding_are_refused(tmp_path, head_size, recipe, message):
@@ -366,11 +366,11 @@ def test_the_command_line_ends_with_the_table_or_one_line(tmp_path, capsys, monk
         "error: --quantizer minmax (--preset reference sets it) needs --zero token; add --zero token or "
         "--quantizer gauss\n"
     )
-    assert main([*command, "--max-bits", "8", "--ridge", "1e-3", "--seed", "3"]) == 0
+    assert main([*command, "--max-bits", "6", "--ridge", "1e-3", "--seed", "3"]) == 0
     output = capsys.readouterr().out
     assert "held-out text: KL to the exact model" in output
     artifact = Artifact.load(tmp_path / "out")
-    assert (artifact.method["max_bits"], artifact.method["ridge"]) == (8, 1e-3)
+    assert (artifact.method["max_bits"], artifact.method["ridge"]) == (6, 1e-3)
     assert artifact.model == str(tmp_path / "model")
 
 

@@ -14,7 +14,7 @@ from calib.statistics import Statistics
 
 HEADS, GROUP, D, LENGTH = 2, 3, 64, 700
 SEGMENTS = Segments(sink=64, recent=128)
-PLAIN = replace(PRESETS["default"], max_bits=4, spread="none")
+PLAIN = replace(PRESETS["default"], spread="none", attended=0.0)
 
 
 def attention_call(seed: int) -> AttentionCall:
@@ -111,7 +111,7 @@ def test_given_constants_are_kept(statistics):
 
 def test_segmented_attention_equals_masked_full_attention(statistics):
     """The blocks of `segmented_attention` against one matrix with a `where` between exact and stored tokens."""
-    codec = layer_basis(statistics.layers[0], Recipe(max_bits=4, spread="groups")).codec(1.1, 1.0)
+    codec = layer_basis(statistics.layers[0], Recipe(spread="groups", attended=0.0)).codec(1.1, 1.0)
     call = attention_call(10)
     query, key, value = call.query[0], call.key[0], call.value[0]
     at, token = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
@@ -132,7 +132,7 @@ def test_segmented_attention_is_the_servers_invariant_rule(statistics):
     from triton_ops.layout import PageLayout
     from triton_ops.reference import attend, encode_pages
 
-    codec = layer_basis(statistics.layers[0], Recipe(max_bits=4, spread="groups")).codec(1.1, 1.0)
+    codec = layer_basis(statistics.layers[0], Recipe(spread="groups", attended=0.0)).codec(1.1, 1.0)
     call = attention_call(11)
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (call.query, call.key, call.value))
     layout, pages = PageLayout(D, codec.zero), LENGTH // 128

@@ -25,8 +25,9 @@ def statistics() -> LayerStatistics:
     layer = LayerStatistics.zeros(HEADS, D)
     layer.tokens += 1000
     layer.queries += 2000
-    for seed, name in enumerate(("query", "key", "page", "value", "output", "mean_field", "attending")):
+    for seed, name in enumerate(("query", "key", "page", "value", "output", "mean_field", "attending", "attended")):
         getattr(layer, f"{name}_moment").copy_(1000 * covariance(seed))
+    layer.attended_weight += 1000
     layer.key_sum += 500
     layer.value_sum += 250
     return layer
@@ -79,10 +80,10 @@ def test_whitening_keeps_logits_and_decorrelates_both_sides():
 
 def test_the_default_spends_two_bits_per_direction_unevenly():
     first, *others = PRESETS["default"].alternatives()
-    assert [(recipe.max_bits, recipe.spread) for recipe in others] == [(4, "none"), (8, "groups"), (8, "none")]
+    assert [(recipe.attended, recipe.spread) for recipe in others] == [(0.0, "none"), (1.0, "groups"), (1.0, "none")]
     basis = layer_basis(statistics(), first)
     assert basis.bits.sum(1).tolist() == [2 * D] * HEADS
-    assert set(basis.bits.unique().tolist()) == {0, 2, 4}
+    assert set(basis.bits.unique().tolist()) == {0, 2, 4, 6}
     codec = basis.codec(1.1, 1.0)
     assert (codec.zero, codec.key_quantizer.constant, codec.value_quantizer.constant) == ("page", 1.1, 1.0)
 
@@ -90,7 +91,8 @@ def test_the_default_spends_two_bits_per_direction_unevenly():
 @pytest.mark.parametrize("max_bits", [2, 4, 8])
 def test_spreading_keeps_bits_and_logits_and_evens_out_each_group(max_bits):
     layer = statistics()
-    plain, spread = (layer_basis(layer, Recipe(max_bits=max_bits, spread=name)) for name in ("none", "groups"))
+    recipe = Recipe(max_bits=max_bits, attended=0.0)
+    plain, spread = (layer_basis(layer, replace(recipe, spread=name)) for name in ("none", "groups"))
     assert torch.equal(plain.bits, spread.bits)
     identity = torch.eye(D, dtype=torch.float64).expand(HEADS, D, D)
     torch.testing.assert_close(spread.directions @ spread.inverse, identity, rtol=0, atol=1e-8)
@@ -165,6 +167,8 @@ def test_concentration_of_a_flat_spectrum_is_an_eighth():
         ),
         ({"centre": "keys"}, "--centre keys has no effect on keys with --zero page"),
         ({"ridge": 0.0}, "--ridge 0.0 is out of range"),
+        ({"attended": -1.0}, "--attended -1.0 is out of range; use 0 or more"),
+        ({"attended": float("nan")}, "--attended nan is out of range"),
     ],
 )
 def test_contradicting_choices_are_refused(options, message):

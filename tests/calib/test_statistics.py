@@ -58,11 +58,15 @@ def test_first_and_second_moments(collected):
     torch.testing.assert_close(layer.value_moment / layer.tokens, mean_outer([values]))
 
 
+def centred_by_page(key: torch.Tensor) -> torch.Tensor:
+    """[H, T - SINK, d] keys about the mean of their page."""
+    pages = [key[:, a:b] for a, b in ((64, 128), (128, 256), (256, 300))]
+    return torch.cat([page - page.mean(1, keepdim=True) for page in pages], 1)
+
+
 def test_page_covariance_is_about_each_pages_mean(collected):
     layer, calls = collected
-    pages = [k[:, a:b] for _, k, *_ in calls for a, b in ((64, 128), (128, 256), (256, 300))]
-    centred = [page - page.mean(1, keepdim=True) for page in pages]
-    torch.testing.assert_close(layer.page_covariance, mean_outer(centred))
+    torch.testing.assert_close(layer.page_covariance, mean_outer([centred_by_page(k) for _, k, *_ in calls]))
 
 
 def test_output_moment_is_v_s_s_v(collected):
@@ -80,9 +84,9 @@ def test_output_moment_is_v_s_s_v(collected):
     torch.testing.assert_close(layer.output_moment, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
-def test_attending_moment_weights_queries_by_what_their_outputs_may_lose_in_history(collected):
+def test_queries_and_keys_weigh_what_outputs_may_lose_in_history(collected):
     layer, calls = collected
-    heads, expected = layer.num_kv_heads, 0.0
+    heads, queries, keys, weight = layer.num_kv_heads, 0.0, 0.0, 0.0
     for query, key, value, scaling in calls:
         group = query.shape[0] // heads
         logits = query @ key.repeat_interleave(group, 0).mT * scaling
@@ -91,18 +95,25 @@ def test_attending_moment_weights_queries_by_what_their_outputs_may_lose_in_hist
         history = (token >= SINK) & (token <= at - SEGMENTS.recent)
         v = value.repeat_interleave(group, 0)
         moved = weights[..., None] * (v[:, None] - (weights @ v)[:, :, None])  # [Hq, n, T, d]: by an error of one
-        squares = value.square().sum(-1).mean(1).repeat_interleave(group, 0)[:, None]
-        lost = (moved.square().sum(-1) * history).sum(-1) / squares
-        lost = lost[:, SINK + SEGMENTS.recent :] + 1e-6
+        squares = value.square().sum(-1).mean(1).repeat_interleave(group, 0)[:, None, None]
+        lost = (moved.square().sum(-1) * history / squares)[:, SINK + SEGMENTS.recent :]
         rows = query[:, SINK + SEGMENTS.recent :]
-        moment = (rows * lost[..., None]).mT @ rows
-        expected = expected + rearrange(moment, "(h g) d e -> h g d e", h=heads).sum(1)
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(layer.attending_moment, expected, rtol=0, atol=1e-5 * scale)
+        moment = (rows * (lost.sum(-1, keepdim=True) + 1e-6)).mT @ rows
+        queries = queries + rearrange(moment, "(h g) d e -> h g d e", h=heads).sum(1)
+        by_key = rearrange(lost, "(h g) n t -> h (g n) t", h=heads).sum(1)
+        centred = centred_by_page(key)
+        keys = keys + centred.mT @ (centred * by_key[:, SINK:, None])
+        weight = weight + by_key.sum(1)
+    for actual, expected in (
+        (layer.attending_moment, queries), (layer.attended_moment, keys), (layer.attended_weight, weight)
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    expected = (keys + 1e-6 * layer.page_covariance) / (weight + 1e-6)[:, None, None]
+    torch.testing.assert_close(layer.attended_covariance, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_a_head_without_values_has_a_moment_too():
-    """Its outputs can lose nothing; every query counts a little, alike."""
+    """Its outputs can lose nothing; every query and every key counts a little, alike."""
     statistics = Statistics(SEGMENTS)
     model = random_model(kv_heads=2, group=1, layers=1)
     with torch.no_grad():
@@ -112,6 +123,8 @@ def test_a_head_without_values_has_a_moment_too():
     moments = statistics.layers[0].attending_moment
     assert bool(moments.isfinite().all())
     assert 0 < float(moments[0].trace()) < 1e-3 * float(moments[1].trace())
+    layer = statistics.layers[0]
+    torch.testing.assert_close(layer.attended_covariance[0], layer.page_covariance[0])
 
 
 def test_mean_field_weights_are_query_energies_of_mean_one(collected):

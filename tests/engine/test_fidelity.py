@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from calib.allocation import allocate
 from calib.capture import AttentionCall, intercept_attention
 from calib.simulate import QuantizedCache, Segments
 from oscar_vllm.artifact import Artifact, hadamard_codecs, model_geometry
 from tests.engine.conftest import OSCAR, ROOT, Engines, environment
 from tests.engine.models import Geometry, prompts
 from tests.engine.test_invariant_prefill import ROUNDED
-from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, hadamard, spectral_codec
+from triton_ops.codec import LayerCodec, Quantizer, hadamard, spectral_codec
 from triton_ops.layout import page_head_size
 
 SEGMENTS = Segments()
@@ -68,7 +69,7 @@ def spectral_codecs(geometry: Geometry) -> dict[int, LayerCodec]:
     d = page_head_size(own)
     padding = d - own  # directions of zeros, without bits
     variance = torch.nn.functional.pad(torch.logspace(1, -2, own, dtype=torch.float64), (0, padding)).expand(heads, d)
-    bits = torch.stack([allocate_bits(row, 2 * d, 8) for row in variance])
+    bits = torch.stack([allocate(row, torch.zeros(d), 0.0, 8) for row in variance])
     codecs = {}
     for layer in range(geometry.layers):
         noise = torch.randn(heads, own, own, generator=generator, dtype=torch.float64)
@@ -121,7 +122,7 @@ def test_real_model_equals_transformers(smollm2: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     calibration = [sys.executable, "-m", "calib", "--model", str(smollm2), "--output-dir", str(artifact)]
     small = ["--num-samples", "2", "--held-out", "1", "--max-length", "1024"]
-    small += ["--max-bits", "8", "--spread", "groups"]  # what the KL of four candidates would choose
+    small += ["--attended", "1", "--spread", "groups"]  # what the KL of four candidates would choose
     subprocess.run([*calibration, *small], check=True, env=environment(), timeout=500)
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

@@ -17,8 +17,9 @@ import time
 
 import torch
 
+from calib.allocation import allocate
 from oscar_vllm.self_test import LayerKernels, self_test
-from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, rotation_codec, spectral_codec
+from triton_ops.codec import LayerCodec, Quantizer, rotation_codec, spectral_codec
 from triton_ops.layout import PageLayout, Zero
 
 GEOMETRIES: list[tuple[int, int, int, Zero, torch.dtype, str, int]] = [
@@ -43,7 +44,7 @@ def make_codec(heads: int, d: int, zero: Zero) -> LayerCodec:
         return rotation_codec(basis, other, zero="token", key_quantizer=gauss, value_quantizer=gauss)
     width = 2.0 ** torch.linspace(3, -3, d, dtype=torch.float64)
     variance = width.square().expand(heads, d)
-    bits = allocate_bits(width.square(), 2 * d, 8).expand(heads, d)
+    bits = allocate(width.square(), torch.zeros(d), 0.0, 8).expand(heads, d)
     inverse = (basis / width).transpose(1, 2)
     return spectral_codec(
         basis * width, inverse, variance, bits, kappa=1.1, value_rotation=other, value_quantizer=gauss

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config
 
+from calib.allocation import allocate, scale_shares
 from oscar_vllm.__main__ import describe, main
 from oscar_vllm.artifact import (
     CONFIG_FILE,
@@ -34,13 +35,13 @@ from oscar_vllm.artifact import (
 )
 from oscar_vllm.errors import OscarArtifactError, OscarUnsupportedError
 from triton_ops.codec import (
+    UNIT_STEP,
     LayerCodec,
     Quantizer,
-    allocate_bits,
     hadamard,
     rotation_codec,
     spectral_codec,
-    unbiased_gains,
+    unbiased_gain,
 )
 from triton_ops.layout import page_head_size
 
@@ -66,7 +67,7 @@ def spectral(seed: int, max_bits: int):
     directions = orthogonal(seed) * stretch
     return spectral_codec(
         directions, torch.linalg.inv(directions), variance,
-        torch.stack([allocate_bits(row, 2 * D, max_bits) for row in variance]),
+        torch.stack([allocate(row, torch.zeros(D), 0.0, max_bits) for row in variance]),
         kappa=1.1, value_rotation=orthogonal(seed + 1), value_quantizer=Quantizer("gauss", 1.0),
     )  # fmt: skip
 
@@ -375,10 +376,29 @@ def test_inconsistent_layers_are_refused(changes, message):
 
 
 def test_earlier_artifacts_read_levels_from_the_middle_of_their_cells():
-    gains = unbiased_gains(CODEC.key_levels, CODEC.key_quantizer.constant)
-    middle = CODEC.key_query / gains.float()[:, None]
+    gains = torch.ones(HEADS, D)
+    for bits, step in UNIT_STEP.items():
+        gains[CODEC.key_levels == 2**bits] = float(unbiased_gain(bits, step * CODEC.key_quantizer.constant))
+    middle = CODEC.key_query / gains[:, None]
     assert not torch.equal(middle, CODEC.key_query)
     broken(0, key_query=middle).validate()
+
+
+def test_gains_of_widened_steps_are_checked():
+    """A step follows from its slot's weight in the row scale, a gain from the step."""
+    basis = orthogonal(4)
+    variance = torch.logspace(1, -3, D, dtype=torch.float64).expand(HEADS, D)
+    bits = torch.stack([allocate(row, torch.zeros(D), 0.0, 8) for row in variance])
+    codec = spectral_codec(
+        basis, basis.mT, variance, bits, kappa=1.1, value_rotation=orthogonal(5),
+        value_quantizer=Quantizer("gauss", 1.0), reach=1 + torch.rand(HEADS, D), share=scale_shares(bits),
+    )  # fmt: skip
+    artifact = replace(example(), layers={0: codec})
+    artifact.validate()
+    for name in ("key_weight", "key_query"):
+        changed = replace(codec, **{name: getattr(codec, name) * 1.1})
+        with pytest.raises(OscarArtifactError, match="not inverse"):
+            replace(artifact, layers={0: changed}).validate()
 
 
 def test_a_digits_own_column_is_checked():
@@ -670,7 +690,7 @@ def test_inspect_counts_the_bits_of_each_layer(tmp_path, capsys):
     rows = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()[-2:]]
     for row, max_bits in zip(rows, (4, 8), strict=True):
         counts = [int(count) for count in row.split(" / ")]
-        bits = allocate_bits(torch.logspace(1, -3, D, dtype=torch.float64), 2 * D, max_bits)
+        bits = allocate(torch.logspace(1, -3, D, dtype=torch.float64), torch.zeros(D), 0.0, max_bits)
         assert counts == torch.bincount(bits // 2, minlength=5).tolist()
 
 

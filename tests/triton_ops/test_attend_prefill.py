@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calib.allocation import allocate
 from tests.triton_ops.step_cases import DEVICES, make_step
 from tests.triton_ops.test_codec import random_basis
 from triton_ops import reference
 from triton_ops.attend_prefill import attend_prefill, launch_shape, tile_bound
-from triton_ops.codec import LayerCodec, Quantizer, allocate_bits, rotation_codec, spectral_codec
+from triton_ops.codec import LayerCodec, Quantizer, rotation_codec, spectral_codec
 from triton_ops.layout import PAGE_TOKENS, PageLayout
 
 SINK, RECENT = 64, 128
@@ -27,7 +28,7 @@ def make_codec(heads: int, d: int, zero: str) -> tuple[LayerCodec, PageLayout]:
             basis * weight,
             (basis / weight).transpose(1, 2),
             weight.square().expand(heads, d),
-            allocate_bits(weight.square(), 2 * d, 8).expand(heads, d),
+            allocate(weight.square(), torch.zeros(d), 0.0, 8).expand(heads, d),
             kappa=1.1,
             value_rotation=random_basis(heads, d, 4),
             value_quantizer=Quantizer("gauss", 1.1),

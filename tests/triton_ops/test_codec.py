@@ -6,15 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calib.allocation import allocate
 from triton_ops.codec import (
-    UNIT_ERROR,
     UNIT_STEP,
     Quantizer,
-    allocate_bits,
     bit_reversal,
     hadamard,
+    quantization_error,
     rotation_codec,
     spectral_codec,
+    spend_bits,
     unbiased_gain,
 )
 
@@ -29,7 +30,7 @@ def random_spectral(heads: int, d: int, max_bits: int, kappa: float = 1.1, seed:
     skew = torch.eye(d, dtype=torch.float64) + 0.1 * torch.randn(heads, d, d, dtype=torch.float64, generator=generator)
     directions = random_basis(heads, d, seed) @ skew
     variance = torch.rand(heads, d, dtype=torch.float64, generator=generator) ** 6 * 10 + 1e-3
-    bits = torch.stack([allocate_bits(row, 2 * d, max_bits) for row in variance])
+    bits = torch.stack([allocate(row, torch.zeros(d), 0.0, max_bits) for row in variance])
     rotation = random_basis(heads, d, seed + 1)
     return spectral_codec(
         directions,
@@ -49,10 +50,23 @@ def test_unbiased_gain_gives_a_gaussian_back(bits, kappa):
     x = torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
     step, half = UNIT_STEP[bits] * kappa, 1 << (bits - 1)
     middle = ((x / step).floor().clamp(-half, half - 1) + 0.5) * step
-    gain = unbiased_gain(bits, step)
+    gain = float(unbiased_gain(bits, step))
     products = gain * x * middle - x * x
     assert abs(float(products.mean())) < 4 * float(products.std()) / 1024
-    assert (bits, kappa) != (2, 1.0) or gain == pytest.approx(1 + UNIT_ERROR[2], rel=1e-4)  # the best step's
+    # At the best step levels are their cells' means, so that x and the error of middle levels are uncorrelated.
+    assert (bits, kappa) != (2, 1.0) or gain == pytest.approx(1 / float(middle.square().mean()), rel=1e-2)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("variance", [0.04, 1.0, 9.0])
+def test_quantization_error_is_a_gaussians(bits, variance):
+    """Also of one narrower or wider than the quantizer was made for."""
+    x = torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(bits)) * variance**0.5
+    step, half = torch.tensor(UNIT_STEP[bits] * 1.3), 1 << (bits - 1)
+    level = ((x / step).floor().clamp(-half, half - 1) + 0.5) * step * unbiased_gain(bits, step)
+    errors = (level - x).square()
+    expected = float(quantization_error(bits, step, torch.tensor(variance)))
+    assert abs(float(errors.mean()) - expected) < 4 * float(errors.std()) / 1024
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -63,7 +77,7 @@ def test_spectral_encode_and_query_are_inverse_up_to_the_gain(d, max_bits):
         lowest = codec.key_digit[head] == 0
         product = codec.key_encode[head][:, lowest].T.double() @ codec.key_query[head][:, lowest].double()
         counts = codec.key_levels[head][lowest].double().log2().int().tolist()
-        gains = torch.tensor([unbiased_gain(bits, UNIT_STEP[bits] * 1.1) for bits in counts], dtype=torch.float64)
+        gains = torch.stack([unbiased_gain(bits, UNIT_STEP[bits] * 1.1) for bits in counts])
         assert torch.allclose(product, gains.diag(), atol=1e-4)
         # Each further digit weighs four times the one before it, and repeats the same pre-code.
         higher = (codec.key_digit[head] > 0).nonzero().squeeze(1)
@@ -87,24 +101,57 @@ def test_row_scale_is_the_root_mean_square_over_directions():
     assert float((codec.key_weight[0] * precode.square()).sum()) == pytest.approx(float(expected), rel=1e-5)
 
 
-@given(seed=st.integers(0, 2**31), max_bits=st.sampled_from([2, 4, 6, 8]), d=st.sampled_from([8, 64]))
-def test_allocation_cannot_be_improved_by_moving_two_bits(seed, max_bits, d):
-    variance = torch.rand(d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) ** 4
-    bits = allocate_bits(variance, 2 * d, max_bits)
+def test_reach_widens_steps_and_share_weighs_directions_in_the_row_scale():
+    d, generator = 64, torch.Generator().manual_seed(0)
+    basis, variance = random_basis(1, d), torch.logspace(1, -2, d, dtype=torch.float64)[None]
+    bits = allocate(variance[0], torch.zeros(d), 0.0, 8)[None]
+    reach = 2.0 ** torch.randint(-1, 3, (1, d), generator=generator)
+    share = torch.rand(1, d, generator=generator) * (bits > 0)
+    share = share / share.sum()
+    codec = spectral_codec(
+        basis, basis.mT, variance, bits, kappa=1.1, value_rotation=basis, value_quantizer=Quantizer("gauss", 1.1),
+        reach=reach, share=share,
+    )  # fmt: skip
+    lowest = codec.key_digit[0] == 0
+    kept = bits[0] > 0
+    coordinates = torch.randn(d, dtype=torch.float64, generator=generator)
+    precode = (coordinates * variance[0].sqrt()) @ basis[0].T @ codec.key_encode[0].double()
+    steps = torch.tensor([UNIT_STEP.get(int(b), 1.0) for b in bits[0]], dtype=torch.float64) * 1.1 * reach[0]
+    torch.testing.assert_close(precode[lowest], (coordinates / steps)[kept], rtol=1e-5, atol=1e-6)
+    expected = (share[0] * coordinates.square()).sum()
+    assert float((codec.key_weight[0] * precode.square()).sum()) == pytest.approx(float(expected), rel=1e-5)
+    gains = torch.stack([unbiased_gain(int(b), step) for b, step in zip(bits[0][kept], steps[kept], strict=True)])
+    product = codec.key_encode[0][:, lowest].T.double() @ codec.key_query[0][:, lowest].double()
+    torch.testing.assert_close(product, gains.diag(), rtol=1e-4, atol=1e-5)
+
+
+@given(seed=st.integers(0, 2**31), steps=st.integers(1, 4), d=st.sampled_from([8, 64]))
+def test_spending_cannot_be_improved_by_moving_two_bits(seed, steps, d):
+    generator = torch.Generator().manual_seed(seed)
+    gains = torch.rand(d, steps, dtype=torch.float64, generator=generator).sort(1, descending=True).values  # convex
+    error = torch.cat([torch.zeros(d, 1), -gains.cumsum(1)], 1)
+    bits = spend_bits(error, 2 * d)
     assert int(bits.sum()) == 2 * d
-    assert int(bits.max()) <= max_bits
-    given = list(zip(variance.tolist(), bits.tolist(), strict=True))
-    gain_up = [v * (UNIT_ERROR[b] - UNIT_ERROR[b + 2]) for v, b in given if b < max_bits]
-    loss_down = [v * (UNIT_ERROR[b - 2] - UNIT_ERROR[b]) for v, b in given if b > 0]
+    assert int(bits.max()) <= 2 * steps
+    given = list(zip(gains.tolist(), (bits // 2).tolist(), strict=True))
+    gain_up = [row[n] for row, n in given if n < steps]
+    loss_down = [row[n - 1] for row, n in given if n > 0]
     if gain_up:
         assert max(gain_up) <= min(loss_down) + 1e-15
 
 
-def test_allocation_refuses_the_impossible():
+def test_spending_never_skips_a_step():
+    """Errors that are not convex: a second step that gains more counts as much as the first, which comes before it."""
+    error = torch.tensor([[1.0, 0.9, 0.0], [1.0, 0.8, 0.75]], dtype=torch.float64)
+    assert spend_bits(error, 4).tolist() == [2, 2]
+    assert spend_bits(error, 6).tolist() == [4, 2]
+
+
+def test_spending_refuses_the_impossible():
     with pytest.raises(ValueError, match="17 bits cannot be given"):
-        allocate_bits(torch.ones(8), 17, 4)
-    with pytest.raises(ValueError, match="max_bits=3"):
-        allocate_bits(torch.ones(8), 16, 3)
+        spend_bits(torch.ones(8, 3), 17)
+    with pytest.raises(ValueError, match="at most 4 bits"):
+        spend_bits(torch.ones(8, 3), 34)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6, 8])
@@ -113,14 +160,15 @@ def test_unit_steps_are_the_best_ones(bits):
     density = torch.exp(-x * x / 2)
     density /= density.sum()
 
-    def error(step: float, gain: float) -> float:
+    def error(step: float, gain: float | torch.Tensor) -> float:
         code = (x / step + 2 ** (bits - 1)).floor().clamp(0, 2**bits - 1)
         return float((density * (gain * (code - (2**bits - 1) / 2) * step - x).square()).sum())
 
     def unbiased(step: float) -> float:
         return error(step, unbiased_gain(bits, step))
 
-    assert unbiased(UNIT_STEP[bits]) == pytest.approx(UNIT_ERROR[bits], rel=1e-3)
+    best = quantization_error(bits, torch.tensor(UNIT_STEP[bits]), torch.ones(()))
+    assert unbiased(UNIT_STEP[bits]) == pytest.approx(float(best), rel=1e-3)
     for step in (0.99 * UNIT_STEP[bits], 1.01 * UNIT_STEP[bits]):
         assert unbiased(UNIT_STEP[bits]) <= unbiased(step)
         assert error(UNIT_STEP[bits], 1.0) <= error(step, 1.0)
