@@ -92,7 +92,7 @@ def plot_kl(text: str = "manual") -> None:
 def plot_layers() -> None:
     """Attention KL of every layer, one panel per model."""
     rows = newest(RESULTS / "fidelity_layers.csv", "model", "text", "configuration", "layer")
-    models = distinct(row["model"] for row in rows)
+    models = [model for model in distinct(row["model"] for row in rows) if model in MODELS]
     figure = plt.figure(figsize=SIZE)
     axes = [figure.add_subplot(1, len(models), i + 1) for i in range(len(models))]
     for axis, model in zip(axes, models, strict=True):
