@@ -12,6 +12,8 @@ variance a (in units of v) and the row scale s that their coordinates give. With
 ones for a unit Gaussian that is v (e(1) + w s^2 e(a / s^2)), e the error of `codec.quantization_error`.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ ROUNDS = 3
 
 REACH = torch.tensor([2.0 ** (i / 8) for i in range(-4, 25)], dtype=torch.float64)
 """Factors on a direction's step to choose from, 0.7 to 8."""
+
+_OCTAVES = 24
+"""Attended variances, in units of the row scale, are looked up between 2**-24 and 2**24, in eighths of an octave."""
 
 
 def scale_shares(bits: Tensor) -> Tensor:
@@ -73,6 +78,13 @@ def _attended_scale(bits: Tensor, attended: Tensor) -> Tensor:
 
 def _errors(bits: int, attended: Tensor, scale: Tensor, weight: float) -> Tensor:
     """[reach, n] error of directions with the attended variances [n], for every factor of `REACH`, v = 1."""
-    step = UNIT_STEP[bits] * REACH[:, None]
-    ordinary = quantization_error(bits, step, torch.ones(1, 1))
-    return ordinary + weight * scale * quantization_error(bits, step, attended / scale)
+    index = (8 * (attended / scale).log2()).round().clamp(-8 * _OCTAVES, 8 * _OCTAVES)
+    relative = _relative_errors(bits)
+    return relative[:, 8 * _OCTAVES, None] + weight * attended * relative[:, index.long() + 8 * _OCTAVES]
+
+
+@cache
+def _relative_errors(bits: int) -> Tensor:
+    """[reach, 16 * _OCTAVES + 1] `quantization_error` over the variance, for steps of `REACH`; 1 in the middle."""
+    variance = 2.0 ** (torch.arange(-8 * _OCTAVES, 8 * _OCTAVES + 1, dtype=torch.float64) / 8)
+    return quantization_error(bits, UNIT_STEP[bits] * REACH[:, None], variance) / variance
