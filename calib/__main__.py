@@ -21,7 +21,7 @@ HELP = {
     "value_target": "U of values from the attention's output, its mean-field stand-in, or the values (output)",
     "allocation": "bits of key directions by their variance, or two for each (spectral)",
     "max_bits": "most bits of a direction with --allocation spectral (8)",
-    "spread": "Hadamard rotations inside groups of directions of equal bits (with or without, by KL on held-out text)",
+    "spread": "Hadamard rotations inside groups of directions of equal bits (groups)",
     "zero": "subtract each page's mean key, or store a zero per token (page)",
     "quantizer": "step from the deviation of a row, or from its extremes; minmax needs --zero token (gauss)",
     "centre": "calibrated means to subtract; of keys only with --zero token (none)",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     recipe.add_argument("--ridge", type=float,
                         help="regularization of the queries' covariance, in its mean diagonals (1e-4)")
     recipe.add_argument("--attended", type=float, help="weight of keys by what outputs may lose by their errors, with "
-                        "--allocation spectral (0 or 1, by KL on held-out text)")
+                        "--allocation spectral (1)")
     recipe.add_argument("--key-constant", type=float,
                         help="kappa (gauss, above 0) or clip quantile (minmax, at most 1) of keys (1.1; searched with "
                         "--allocation uniform)")

@@ -72,8 +72,7 @@ class Recipe:
         allocation: see the module's docstring; ``"spectral"`` needs ``zero="page"``.
         max_bits: most bits of a direction with spectral allocation.
         spread: with spectral allocation, Hadamard rotations inside groups of directions of equal bits (``"groups"``):
-            they spread keys that stand far out along one direction. None: with or without, by the model's KL on
-            held-out text.
+            they spread keys that stand far out along one direction. None: with or without, likewise.
         ridge: multiple of M_Q's mean diagonal that is added to it before whitening.
         zero: subtract each page's mean key (``"page"``) or store a zero per token (``"token"``).
         quantizer: ``"gauss"`` or ``"minmax"``, for keys and values; ``zero="page"`` needs ``"gauss"``.
@@ -91,12 +90,12 @@ class Recipe:
     composition: Literal["identity", "H", "U", "UH", "UHP"] = "UH"
     key_target: Literal["query", "key"] = "query"
     query_weight: Literal["history", "uniform"] = "history"
-    attended: float | None = None
+    attended: float | None = 1.0
     positions: Literal["context", "samples"] = "context"
     value_target: Literal["output", "mean_field", "value"] = "output"
     allocation: Literal["spectral", "uniform"] = "spectral"
     max_bits: int = 8
-    spread: Literal["groups", "none"] | None = None
+    spread: Literal["groups", "none"] | None = "groups"
     ridge: float = 1e-4
     zero: Literal["page", "token"] = "page"
     quantizer: Literal["gauss", "minmax"] = "gauss"

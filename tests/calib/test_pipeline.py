@@ -37,7 +37,7 @@ SHORT = ["--num-samples", "3", "--held-out", "1", "--max-length", "512", "--rece
         ({"family": "llama", "kv_heads": 1, "group": 4}, Recipe(allocation="uniform", zero="token", centre="both")),
         ({"family": "llama", "kv_heads": 2, "group": 2}, Recipe(granularity="layer", max_bits=2)),
     ],
-    ids=["default", "bits8-group7-bias", "reference", "hadamard", "token-centred", "layer-2bits"],
+    ids=["default", "bits4-group7-bias", "reference", "hadamard", "token-centred", "layer-2bits"],
 )
 def test_a_run_writes_a_valid_artifact_for_the_model(tmp_path, shape, recipe):
     model = random_model(**shape)
@@ -68,7 +68,7 @@ def test_the_candidate_with_the_least_final_kl_is_written(tmp_path, monkeypatch)
         return figures | {"kl": 0.0 if arguments[-1] == favourite else figures["kl"]}
 
     monkeypatch.setattr(pipeline, "_judge", biased)
-    result = calibrate(random_model(), tmp_path, **FAST)
+    result = calibrate(random_model(), tmp_path, recipe=Recipe(attended=None, spread=None), **FAST)
     names = {f"spread {spread}, attended {weight}" for weight in (0, 1) for spread in ("groups", "none")}
     assert set(result.artifact.metrics["candidates"]) == names
     assert {(choice.recipe.attended, choice.recipe.spread) for choice in result.choices.values()} == {(1.0, "none")}

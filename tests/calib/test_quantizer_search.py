@@ -14,7 +14,8 @@ from calib.statistics import Statistics
 
 HEADS, GROUP, D, LENGTH = 2, 3, 64, 700
 SEGMENTS = Segments(sink=64, recent=128)
-PLAIN = replace(PRESETS["default"], spread="none", attended=0.0)
+OPEN = replace(PRESETS["default"], spread=None, attended=None)
+PLAIN = replace(OPEN, spread="none", attended=0.0)
 
 
 def attention_call(seed: int) -> AttentionCall:
@@ -68,16 +69,16 @@ def brute_force(codec) -> tuple[float, float]:
 
 
 def test_reported_errors_equal_brute_force(statistics):
-    choice = run(statistics, PRESETS["default"]).choose(PLAIN)[0]
+    choice = run(statistics, OPEN).choose(PLAIN)[0]
     kl, error = brute_force(choice.codec)
     assert choice.key_kl["chosen"] == pytest.approx(kl, rel=1e-3)
     assert choice.value_error["chosen"] == pytest.approx(error, rel=1e-4)
 
 
 def test_an_alternative_has_the_constant_of_spectral_keys(statistics):
-    search = run(statistics, PRESETS["default"])
+    search = run(statistics, OPEN)
     kls = []
-    for alternative in PRESETS["default"].alternatives():
+    for alternative in OPEN.alternatives():
         choice = search.choose(alternative)[0]
         assert choice.recipe == alternative
         basis = layer_basis(statistics.layers[0], alternative)
@@ -99,7 +100,7 @@ def test_the_best_constant_of_a_rotation_is_chosen(statistics):
 
 
 def test_spectral_bits_beat_the_data_free_bases_on_a_steep_spectrum(statistics):
-    kl = run(statistics, PRESETS["default"]).choose(PLAIN)[0].key_kl
+    kl = run(statistics, OPEN).choose(PLAIN)[0].key_kl
     assert kl["chosen"] < 0.5 * kl["hadamard"]
     assert kl["chosen"] < 0.5 * kl["identity"]
 

@@ -79,7 +79,9 @@ def test_whitening_keeps_logits_and_decorrelates_both_sides():
 
 
 def test_the_default_spends_two_bits_per_direction_unevenly():
-    first, *others = PRESETS["default"].alternatives()
+    default = PRESETS["default"]
+    assert default.alternatives() == [default]
+    first, *others = replace(default, attended=None, spread=None).alternatives()
     assert [(recipe.attended, recipe.spread) for recipe in others] == [(0.0, "none"), (1.0, "groups"), (1.0, "none")]
     basis = layer_basis(statistics(), first)
     assert basis.bits.sum(1).tolist() == [2 * D] * HEADS
