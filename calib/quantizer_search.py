@@ -24,8 +24,8 @@ VALUE_CONSTANTS = {"gauss": (0.9, 1.0, 1.1, 1.2), "minmax": (0.88, 0.92, 0.96, 1
 """Candidates. `gauss`: kappa, the step in units of the best step for a Gaussian; `minmax`: the clip quantile."""
 
 SPECTRAL_KAPPA = 1.1
-"""kappa of keys with spectral allocation. A search by layer, by attention KL, gained 5 % of one model's own KL and
-nothing of two others' (docs/fidelity.md, "Levels and queries")."""
+"""kappa of keys with spectral allocation. A search by layer or by head, by attention KL, gains nothing
+(docs/fidelity.md, "Keys that many queries attend to")."""
 
 QUERIES = 128
 """Query positions judged per sample, evenly spaced over those that have a history."""

@@ -256,8 +256,8 @@ class LayerBasis:
         inverse: [H, d, d] inverse of directions.
         variance: [H, d] variances of the coordinates; None with uniform allocation.
         bits: [H, d] bits of the coordinates; None with uniform allocation.
-        reach: [H, d] factor on the coordinates' steps; None: 1.
-        share: [H, d] of the coordinates in the square of a row's scale; None: alike.
+        reach: [H, d] factor on the coordinates' steps; None with uniform allocation.
+        share: [H, d] of the coordinates in the square of a row's scale; None with uniform allocation.
         key_mean: [H, d] that is subtracted first, or None.
 
     """

@@ -200,7 +200,7 @@ def quantization_error(bits: int, step: Tensor, variance: Tensor) -> Tensor:
         float64 of the common shape.
 
     """
-    step, variance = torch.broadcast_tensors(step.double(), variance.double())
+    step, variance = step.double(), variance.double()
     sigma = variance.clamp_min(1e-24).sqrt()
     level, lower, upper = _cells(bits, step)
     level = level * unbiased_gain(bits, step)[..., None]
